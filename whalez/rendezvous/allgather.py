@@ -133,7 +133,8 @@ class Allgather:
         if older is not None and older.incarnation != entry.incarnation:
             reason = (
                 f"two processes have rank {entry.rank}: "
-                f"incarnation {entry.incarnation} (pid {entry.pid} on {entry.host}) takes the place of {older.incarnation} (pid {older.pid} on {older.host})"
+                f"incarnation {entry.incarnation} (pid {entry.pid} on {entry.host}) takes the place of "
+                f"{older.incarnation} (pid {older.pid} on {older.host})"
             )
             effects.append(do.Refuse(entry.rank, older.incarnation, msg.Refused(reason=reason, field="rank")))
         draft.entries = (*draft.entries[: entry.rank], entry, *draft.entries[entry.rank + 1 :])
