@@ -99,7 +99,7 @@ def validate_sequencer(sequencer: s.Sequencer) -> None:
         assert state.phase is s.Phase.SERVING, f"posts wait while {state.phase.value}"
     if state.phase is s.Phase.STOPPED:
         assert not open_records, "Stop is committed over an open whale"
-    assert sequencer.slack_min <= state.slack <= max(sequencer.slack_max, sequencer.slack_min)
+    assert sequencer.slack_min <= state.slack <= sequencer.slack_max, f"slack is {state.slack}"
 
 
 def validate(machine: m.Member | s.Sequencer) -> None:

@@ -208,6 +208,7 @@ class Sequencer:
         policy, plan:  `plan(length, poster, policy, excluded)` gives a GangPlan or a refusal with a `reason`
         slack_start:   launches between the latest count and L at first; then it follows what Readys show
         slack_min:     None: 2, or 3 with words_back 2: below that every whale slips
+        slack_max:     bounds what one late message can cost every later whale
         deadline_ns, deadline_launches:  a gather is cancelled when both have passed
         gathers_max:   gathers open at once; further posts wait here
         words_back:    as the Members'
@@ -232,12 +233,14 @@ class Sequencer:
         assert words_back in (1, 2)
         self.world = world
         self.slack_min = words_back + 1 if slack_min is None else slack_min
-        self.slack_max = slack_max
+        self.slack_max = max(slack_max, self.slack_min)
         self.deadline_ns = deadline_ns
         self.deadline_launches = deadline_launches
         self.gathers_max = gathers_max
         self.words_back = words_back
-        self.state = SequencerState(slack=max(slack_start, self.slack_min), free_from=(0,) * world)
+        self.state = SequencerState(
+            slack=min(max(slack_start, self.slack_min), self.slack_max), free_from=(0,) * world
+        )
         #: last events, newest last: (now_ns, launch, phase, sender, what); not part of the state
         self.story: deque[tuple[int, int, str, int, str]] = deque(maxlen=STORY_COUNT_MAX)
         self._policy = policy

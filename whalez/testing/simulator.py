@@ -67,14 +67,17 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
     deadline_launches: int = 64
     gathers_max: int = 4
     slack_start: int = 4
+    slack_max: int = 32  #: small: L is too early and whales slip
+    straggler_chance: float = 0.0  #: of a message to take ten times as long
     ending: str = "quiet"  #: quiet: Stop after the last post | stop: in the middle | drain | leave: each rank by itself
 
     @classmethod
     def draw(cls, seed: int, world: int = 8) -> Weather:
         """Swarm: each seed has its own kinds of trouble, so that none hides another."""
         rng = random.Random(seed * 2 + 1)
-        launch_ns = rng.choice([20_000, 100_000, 1_000_000])
-        message_ns = rng.choice([20_000, 100_000, 500_000])
+        launch_ns = rng.choice([50_000, 1_000_000])
+        # From a tenth of a launch, where no commit is late, to several launches, where most are.
+        message_ns = int(launch_ns * rng.choice([0.1, 1, 3]))
         return cls(
             world=world,
             words_back=rng.choice([1, 1, 2]),
@@ -88,12 +91,14 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
             decline_chance=rng.choice([0.0, 0.05, 0.3]),
             withdraw_chance=rng.choice([0.0, 0.1, 0.4]),
             late_answer_chance=rng.choice([0.0, 0.5]),
-            posts_per_rank=rng.choice([1, 3, 5]),
-            posts_within_ns=rng.choice([0, 10, 60]) * max(launch_ns, message_ns),
+            posts_per_rank=rng.choice([1, 2, 4]),
+            posts_within_ns=rng.choice([0, 10, 40]) * max(launch_ns, message_ns),
             deadline_ns=rng.choice([2_000_000_000, 6 * message_ns]),
             deadline_launches=rng.choice([64, 2]),
             gathers_max=rng.choice([1, 2, 4, 8]),
             slack_start=rng.choice([2, 4]),
+            slack_max=rng.choice([2, 4, 32]),
+            straggler_chance=rng.choice([0.0, 0.02, 0.1]),
             ending=rng.choice(["quiet", "quiet", "stop", "drain", "leave"]),
         )
 
@@ -274,6 +279,7 @@ class Simulator:
             plan=toy_plan,
             words_back=w.words_back,
             slack_start=w.slack_start,
+            slack_max=w.slack_max,
             deadline_ns=w.deadline_ns,
             deadline_launches=w.deadline_launches,
             gathers_max=w.gathers_max,
@@ -392,7 +398,10 @@ class Simulator:
     # ---- messages ----------------------------------------------------------------------------------------------
     def _send(self, source: int, target: int, message: msg.Message) -> None:
         """Any delay, but in order per pair."""
-        at_ns = self.now_ns + self._between(self.weather.message_ns)
+        delay_ns = self._between(self.weather.message_ns)
+        if self.rng.random() < self.weather.straggler_chance:
+            delay_ns *= 10
+        at_ns = self.now_ns + delay_ns
         at_ns = max(at_ns, self._last_delivery.get((source, target), 0) + 1)
         self._last_delivery[source, target] = at_ns
         self._schedule(at_ns, "delivery", source, target, message)
