@@ -471,9 +471,7 @@ class Member:
         return [do.Send(msg.Decline(rank=self.rank, seq=event.seq, reason=event.reason))]
 
     def _commit(self, draft: MemberState, commit: msg.Commit, now_ns: int) -> list[do.Effect]:
-        for other in draft.records:
-            if other.seq > commit.seq and other.state in (RecordState.COMMITTED, RecordState.RUNNING):
-                raise self._illegal(f"Commit {commit.seq} after the commit of {other.seq}")
+        self._check_commit_order(draft, commit.seq)
         record = self._move(draft, commit.seq, Input.COMMIT)
         assert record is not None
         assert record.gather is not None
@@ -481,6 +479,11 @@ class Member:
             raise self._illegal(f"Commit {commit.seq} is {commit}, its plan {record.gather.plan}")
         self._put(draft, msgspec.structs.replace(record, launch=commit.launch, supersteps=commit.supersteps))
         return []
+
+    def _check_commit_order(self, draft: MemberState, seq: int) -> None:
+        for other in draft.records:
+            if other.seq > seq and other.state in (RecordState.COMMITTED, RecordState.RUNNING):
+                raise self._illegal(f"Commit {seq} after the commit of {other.seq}")
 
     def _cancel(self, draft: MemberState, cancel: msg.Cancel, now_ns: int) -> list[do.Effect]:
         if cancel.outcome not in ("regathered", "final"):
@@ -491,7 +494,7 @@ class Member:
             return []
         assert before.gather is not None
         effects: list[do.Effect] = []
-        if before.state is RecordState.ARMED:
+        if before.state in _ARMED_STATES:
             effects.append(do.Disarm(cancel.seq, cancel.reason))
         if before.gather.plan.poster == self.rank:
             request_id = before.gather.request_id

@@ -238,9 +238,7 @@ class Sequencer:
         self.deadline_launches = deadline_launches
         self.gathers_max = gathers_max
         self.words_back = words_back
-        self.state = SequencerState(
-            slack=min(max(slack_start, self.slack_min), self.slack_max), free_from=(0,) * world
-        )
+        self.state = SequencerState(slack=min(max(slack_start, self.slack_min), self.slack_max), free_from=(0,) * world)
         #: last events, newest last: (now_ns, launch, phase, sender, what); not part of the state
         self.story: deque[tuple[int, int, str, int, str]] = deque(maxlen=STORY_COUNT_MAX)
         self._policy = policy
