@@ -102,9 +102,7 @@ class Forward:
 
         convolved = take("convolved", rows, 3 * inner)
         if decodes:
-            short_conv_decode(
-                projected[:decodes], cache.tails[index], batch.decode_slots, w.conv, convolved[:decodes]
-            )
+            short_conv_decode(projected[:decodes], cache.tails[index], batch.decode_slots, w.conv, convolved[:decodes])
         row = decodes
         tail = take("tail", config.conv_width - 1, 3 * inner)
         for span in batch.spans:
@@ -121,9 +119,7 @@ class Forward:
         o = take("attended", rows, inner).reshape(rows, heads, dim)
         if decodes:
             d = slice(0, decodes)
-            kda_decode(
-                q[d], k[d], v[d], g[d], beta[d], config.kda_scale, cache.states[index], batch.decode_slots, o[d]
-            )
+            kda_decode(q[d], k[d], v[d], g[d], beta[d], config.kda_scale, cache.states[index], batch.decode_slots, o[d])
         row = decodes
         for span in batch.spans:
             part = slice(row, row + len(span.tokens))
@@ -232,9 +228,7 @@ class Forward:
         swiglu(gate_up, act)
         np.matmul(act, w.down.T, out=out)
 
-    def _moe(
-        self, layer: int, w: MoeWeights, x: np.ndarray, norm: np.ndarray, hooks: Hooks, out: np.ndarray
-    ) -> None:
+    def _moe(self, layer: int, w: MoeWeights, x: np.ndarray, norm: np.ndarray, hooks: Hooks, out: np.ndarray) -> None:
         config = self.config
         rows = self.experts.rows(len(x))
         rms_norm(x, norm, config.rms_norm_eps, rows)

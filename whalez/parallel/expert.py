@@ -1,9 +1,9 @@
 """The paired expert exchange: owners pull the rows their experts were chosen for, senders pull the partial sums back.
 
 One dispatch and one combine per MoE layer in every launch of every rank, entered with however many rows the rank has.
-A sender publishes its rows once, in its own slab; an owner returns one partial row per (owner, token). Each region has a
-single buffer: a sender writes its next dispatch only after every owner's combine, and an owner rings combine only after
-it has read every dispatch; an owner writes its next combine only after every sender's next dispatch, and a sender
+A sender publishes its rows once, in its own slab; an owner returns one partial row per (owner, token). Each region has
+a single buffer: a sender writes its next dispatch only after every owner's combine, and an owner rings combine only
+after it has read every dispatch; an owner writes its next combine only after every sender's next dispatch, and a sender
 dispatches again only after it has read every combine (argument in fabric/README.md).
 
 Hot: yes, bench id `empty_launch`.

@@ -36,7 +36,5 @@ class PairedChain:
     def complete(self) -> int:
         """Steps made; every launch must have made all of them. Raises: LocalProtocolError."""
         if self._step != self.steps_per_launch:
-            raise LocalProtocolError(
-                f"launch {self.launch} made {self._step} of {self.steps_per_launch} paired steps"
-            )
+            raise LocalProtocolError(f"launch {self.launch} made {self._step} of {self.steps_per_launch} paired steps")
         return self._step
