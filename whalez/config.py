@@ -21,7 +21,6 @@ from whalez.errors import ConfigError
 PROTOCOL_VERSION = 1
 SETTINGS_FILE = "whalez.json"  # beside config.json: the fleet settings a checkpoint brings along
 BUCKETS = (256, 512, 1056, 2112, 4224, 8448, 16896)
-SLACK_START = 4
 
 
 def _require(ok: bool, field: str, expected: str, got: object) -> None:

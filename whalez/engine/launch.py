@@ -70,7 +70,7 @@ class LaunchRunner:
                 self.hooks.progress(layer)
 
     def phases(self) -> dict[str, float]:
-        """Seconds of the last launch: kda, mla, dense, moe (router, shared and routed experts), exchange_wait, other."""
+        """Seconds of the last launch: kda, mla, dense, moe (router, shared, routed), exchange_wait, other."""
         seconds = self.watch.ns / 1e9
         config = self.config
         kda, mla = list(config.kda_layers), list(config.mla_layers)

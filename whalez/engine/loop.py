@@ -70,6 +70,7 @@ class Loop:
         fleet: FleetConfig,
         policy: PlanPolicy,
         rows_max: int,
+        cores: int | None,
         member: Member,
         hub: Hub,
         bells: Bells,
@@ -84,7 +85,8 @@ class Loop:
         self.rank = rank
         self.fleet = fleet
         self.policy = policy
-        self.rows_max = rows_max
+        self.rows_max = rows_max  #: rows of one request in one launch
+        self.cores = cores  #: ranks that can compute at the same time; None = all
         self.member = member
         self.hub = hub
         self.bells = bells
@@ -113,7 +115,6 @@ class Loop:
         self._drain_deadline_ns: int | None = None
         self._drained = False
         self._whale: Gather | None = None  # of the superstep being entered or under way
-        self._byes: set[int] = set()
 
     # ---- called from other threads and from signal handlers ----------------------------------------------------
     def submit(self, client: bytes, request: Submit | CancelRequest) -> None:
@@ -125,6 +126,11 @@ class Loop:
         """Take no new requests, let those that run finish within `grace_s`, then leave with the whole fleet."""
         self._drain_wanted.append(grace_s)
         self.bells.wake()
+
+    @property
+    def submitted_count(self) -> int:
+        """Requests in the inbox that the loop has not looked at."""
+        return len(self._submitted)
 
     # ---- one launch -------------------------------------------------------------------------------------------
     def turn(self) -> bool:
@@ -152,7 +158,8 @@ class Loop:
         self.state = "stopping"
         self.hub.send(Bye(rank=self.rank))
         deadline = now_ns() + int(BYE_S * 1e9)
-        while len(self._byes) < self.fleet.world and now_ns() < deadline and self.hub.failure is None:
+        while not self.member.everyone_said_bye and now_ns() < deadline:
+            self.bells.take_wakes()
             for message in self.hub.drain():
                 self._receive(message)
             self.bells.sleep(self.launch, 0.05)
@@ -162,6 +169,7 @@ class Loop:
 
     # ---- the boundary -----------------------------------------------------------------------------------------
     def _look_into_inbox(self) -> None:
+        self.bells.take_wakes()
         for message in self.hub.drain():
             self._receive(message)
         while self._submitted:
@@ -189,9 +197,7 @@ class Loop:
                 )
 
     def _receive(self, message: Message) -> None:
-        if isinstance(message, Bye):
-            self._byes.add(message.rank)
-        elif not isinstance(message, Died):  # the hub stores a death and raises it from drain
+        if not isinstance(message, Died):  # the hub stores a death and raises it from drain
             self._perform(Received(message))
 
     def _perform(self, event: Any) -> Compose | None:
@@ -227,7 +233,7 @@ class Loop:
         _, length = effect.plan.segment(self.rank)
         if not effect.is_owner and self.state != "serving":
             return CannotReserve(effect.seq, f"rank {self.rank} is {self.state}")
-        if length > self.rows_max - self.fleet.slots:
+        if length > self.rows_max:
             return CannotReserve(effect.seq, f"segment of {length} rows, rank {self.rank} has room for {self.rows_max}")
         return Reserved(effect.seq)
 
@@ -283,8 +289,8 @@ class Loop:
             return False, plan.reason
         if lane == "whale":
             return True, "asked for"
-        lanes = predict_lanes(length, plan, self.policy, self.fleet.chunk_tokens)
-        ratio = lanes.local / lanes.whale
+        lanes = predict_lanes(length, plan, self.policy, self.fleet.chunk_tokens, self.cores)
+        ratio = lanes.local_s / lanes.whale_s
         return lanes.whale_is_faster, f"predicted {ratio:.2f} x the local lane's speed"
 
     def _cancel(self, request_id: str) -> None:
@@ -403,7 +409,7 @@ class Loop:
             rank=self.rank,
             slot=self.scheduler.entry(gather.request_id).slot if is_owner else None,
             watch=self.runner.watch,
-            where=self.runner.experts.where,
+            on_slice=self.runner.experts.on_slice,
         )
         return PrefillSpan(tokens, start, exchange), is_owner
 

@@ -130,7 +130,7 @@ class GangSpan:
         rank: int,
         slot: int | None,
         watch: Stopwatch,
-        where: Callable[[str, int], None],
+        on_slice: Callable[[], None] | None,
     ) -> None:
         index = plan.gang.index(rank)
         self._bells, self._views, self._windows, self._cache = bells, views, windows, cache
@@ -139,7 +139,7 @@ class GangSpan:
         self._upstream = plan.gang[:index]
         self._downstream = np.array(plan.gang[index + 1 :], np.int64)
         self._successor = self._downstream[:1]
-        self._watch, self._where = watch, where
+        self._watch, self._on_slice = watch, on_slice
         self._written: dict[str, int] = {}  # region -> window it carries
         self._state = np.zeros(cache.states.shape[2:], np.float32) if slot is None else None
 
@@ -216,16 +216,13 @@ class GangSpan:
         self._written[region] = window
         if last is not None:
             self._watch.lap(Part.ATTENTION)
-            self._where(f"free of window {last}", -1)
-            self._bells.wait(BELL_FREE, consumers, gang_value(self._seq, last))
-            self._where("", -1)
+            self._bells.wait(BELL_FREE, consumers, gang_value(self._seq, last), on_slice=self._on_slice)
             self._watch.lap(Part.GANG_WAIT)
 
     def _await_data(self, window: int, rank: int, layer: int) -> None:
         self._watch.lap(Part.ATTENTION)
-        self._where(f"data of window {window}", layer)
-        self._bells.wait(BELL_DATA, np.array([rank], np.int64), gang_value(self._seq, window))
-        self._where("", layer)
+        ranks = np.array([rank], np.int64)
+        self._bells.wait(BELL_DATA, ranks, gang_value(self._seq, window), layer=layer, on_slice=self._on_slice)
         self._watch.lap(Part.GANG_WAIT)
 
     def _ring_data(self, window: int, ranks: np.ndarray) -> None:

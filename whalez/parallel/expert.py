@@ -50,7 +50,7 @@ class PairedExperts:
         self.chain = PairedChain(moe_layers)
         self.peers = np.array([r for r in range(world) if r != rank], np.int64)
         self.words: tuple[int, ...] = (0,) * world  #: confirmation words of the launch, after its first exchange
-        self.where: Callable[[str, int], None] = lambda kind, layer: None  #: told what is awaited, for /health
+        self.on_slice: Callable[[], None] | None = None  #: called while waiting; raises to give up
         self._has_moe = moe_layers > 0
         self._first = True
 
@@ -99,8 +99,8 @@ class PairedExperts:
         """End the launch: a model without MoE layers pairs here, once, empty."""
         if not self._has_moe:
             self._publish(0)
-            self._await(BELL_DISPATCH, self._value, "dispatch", 0)
-            self._ring_and_await_combine(0)
+            self._await(BELL_DISPATCH, self._value, -1)
+            self._ring_and_await_combine(-1)
         self.chain.complete()
 
     # ---- model.exchange.ExpertExchange ------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class PairedExperts:
         self._publish(count)
         meanwhile()
         self.watch.lap(Part.MLP)
-        self._await(BELL_DISPATCH, self._value, "dispatch", layer)
+        self._await(BELL_DISPATCH, self._value, layer)
         for source, view in enumerate(self._all_counts):
             self._counts[source] = view[0]
         owner_compute(
@@ -148,12 +148,10 @@ class PairedExperts:
     def _ring_and_await_combine(self, layer: int) -> None:
         value = self.chain.advance()
         self.bells.ring(BELL_COMBINE, self.peers, value)
-        self._await(BELL_COMBINE, value, "combine", layer)
+        self._await(BELL_COMBINE, value, layer)
 
-    def _await(self, kind: int, value: int, name: str, layer: int) -> None:
-        self.where(name, layer)
-        self.bells.wait(kind, self.peers, value)
-        self.where("", layer)
+    def _await(self, kind: int, value: int, layer: int) -> None:
+        self.bells.wait(kind, self.peers, value, layer=layer, on_slice=self.on_slice)
         if self._first:  # every rank fixed its word before it rang this launch's first dispatch
             self.words = self.bells.read_words(self.chain.launch)
             self._first = False
