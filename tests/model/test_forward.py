@@ -9,6 +9,17 @@ from helpers.solo import solo
 from whalez.model.checkpoint import read_tensors
 from whalez.model.config import KimiLinearConfig
 from whalez.model.naive import naive_forward
+from whalez.model.presets import make_checkpoint
+
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `tiny` checkpoint, f32, seed 0."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_checkpoint(folder, "kimi-linear", "tiny", 0, dtype="f32")
+    return folder
+
 
 TOKENS = np.random.default_rng(7).integers(0, 256, 333)
 
