@@ -28,10 +28,11 @@ from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
 from whalez.engine.loop import Loop, explain
 from whalez.engine.records import Capture, TraceFile, write_post_mortem
+from whalez.engine.sizing import plan_policy, slab_spec
 from whalez.errors import ConfigError, WhalezError
 from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
-from whalez.fabric.layout import SlabLayout, SlabSpec
+from whalez.fabric.layout import SlabLayout
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
 from whalez.model.cache import StateCache
@@ -43,58 +44,10 @@ from whalez.model.trace import Stopwatch
 from whalez.model.weights import expert_bounds
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.parallel.expert import PairedExperts
-from whalez.planning import CostModel, PlanPolicy, check_plan, rows_max
+from whalez.planning import check_plan
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
 from whalez.serve.front import front_command
-
-
-def plan_policy(config: KimiLinearConfig, fleet: FleetConfig) -> PlanPolicy:
-    """What this fleet admits as a whale, with costs estimated from the model's shapes."""
-    cost = CostModel.from_shapes(
-        hidden=config.hidden_size,
-        kda_layers=len(config.kda_layers),
-        mla_layers=len(config.mla_layers),
-        moe_layers=len(config.moe_layers),
-        kda_heads=config.kda_heads,
-        kda_head_dim=config.kda_head_dim,
-        mla_heads=config.num_attention_heads,
-        qk_nope=config.qk_nope_head_dim,
-        qk_rope=config.qk_rope_head_dim,
-        v_head=config.v_head_dim,
-        kv_lora_rank=config.kv_lora_rank,
-        dense_intermediate=config.intermediate_size,
-        dense_layers=len(config.dense_layers),
-        moe_intermediate=config.moe_intermediate_size,
-        experts_per_token=config.num_experts_per_token,
-        shared_experts=config.num_shared_experts,
-        vocab=config.vocab_size,
-    )
-    return PlanPolicy(
-        world=fleet.world,
-        node_ranks=fleet.node_ranks,
-        segment_floor=fleet.segment_floor,
-        whale_min=fleet.whale_min,
-        buckets=fleet.buckets,
-        cost=cost,
-    )
-
-
-def slab_spec(config: KimiLinearConfig, fleet: FleetConfig, policy: PlanPolicy) -> SlabSpec:
-    """Sizes of a rank's slab under this configuration."""
-    rows = rows_max(policy, fleet.max_ctx, fleet.chunk_tokens)
-    return SlabSpec(
-        world=fleet.world,
-        rows_max=rows + fleet.slots,  # a segment or chunk, and one decode row of every slot
-        hidden=config.hidden_size,
-        top_k=config.num_experts_per_token if config.moe_layers else 0,
-        segment_rows_max=rows if fleet.world > 1 else 0,
-        halo_values=(config.conv_width - 1) * 3 * config.kda_inner,
-        package_heads=config.kda_heads if config.kda_layers else 0,
-        key_dim=config.kda_head_dim,
-        value_dim=config.kda_head_dim,
-        latent_width=config.latent_width,
-    )
 
 
 class RankProcess:

@@ -12,7 +12,6 @@ from whalez.model.naive import naive_forward
 from whalez.model.presets import make_checkpoint
 
 
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `tiny` checkpoint, f32, seed 0."""
