@@ -130,6 +130,7 @@ def test_slabs_hold_every_segment(world: int, max_ctx: int) -> None:
     assert bound <= max(12, 100, largest)
     if world == 1:
         assert bound == 12
+    assert rows_max(policy, max_ctx, chunk_tokens=5000) == 5000
 
 
 def test_planning_is_pure() -> None:

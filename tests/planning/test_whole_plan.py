@@ -43,7 +43,7 @@ def assert_sound(plan: GangPlan, length: int, poster: int, policy: PlanPolicy) -
     # a contiguous block in rank order but for the poster, which is last
     block = sorted(plan.gang)
     assert block == list(range(block[0], block[0] + width))
-    assert 0 <= block[0]
+    assert block[0] >= 0
     assert block[-1] < policy.world
     assert plan.gang[-1] == poster
     assert list(plan.gang[:-1]) == [rank for rank in block if rank != poster]
