@@ -23,7 +23,7 @@ import msgspec
 
 from whalez.errors import ConfigError
 
-#: Rows of one launch of the reference: per-row work runs at the smallest of these that covers it.
+#: Rows of one launch of the reference, pegainfer's K3 engine: per-row work runs at the smallest of these that covers it.
 K3_BUCKETS = (256, 528, 1056, 2112, 4224, 8448, 16896)
 #: Rows the conv of a segment reads from its predecessor. A shorter segment would need rows of two predecessors.
 HALO_ROWS = 3
@@ -62,7 +62,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def k3(cls) -> Self:
-        """Kimi K3 as the reference measured it.
+        """Kimi K3 as the reference (pegainfer on GB300) measured it.
 
         Its leveling weight is t ~ n + Q * (s + n / 2) * n over a whole member, Q = 2.7e-6 per token: with 69 KDA and
         24 MLA layers and equal rows, mla_pair = Q * 93 / 24. Expansion and the package pass are inside that fit, so
