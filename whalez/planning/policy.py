@@ -23,7 +23,7 @@ import msgspec
 
 from whalez.errors import ConfigError
 
-#: Rows of one launch of the reference, pegainfer's K3 engine: per-row work runs at the smallest of these that covers it.
+#: Rows of one launch of the reference, pegainfer's K3 engine; per-row work runs at the smallest covering one.
 K3_BUCKETS = (256, 528, 1056, 2112, 4224, 8448, 16896)
 #: Rows the conv of a segment reads from its predecessor. A shorter segment would need rows of two predecessors.
 HALO_ROWS = 3
