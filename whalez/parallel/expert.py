@@ -84,6 +84,7 @@ class PairedExperts:
                 intermediate,
                 top_k=top_k,
                 local_experts=int(self._bounds[rank + 1] - self._bounds[rank]),
+                world=world,
             )
             if moe_layers
             else None
