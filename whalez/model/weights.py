@@ -163,7 +163,7 @@ class _Plan:
         return array
 
     def stack(self, columns: Shape, *pieces: tuple[int, str], middle: Shape = ()) -> F32:
-        """A parameter made of tensors one below the other, given as (rows, name); the file alone has the `middle` axes."""
+        """A parameter of tensors one below the other, given as (rows, name); the `middle` axes are in the file only."""
         array = self.allocate((sum(rows for rows, _ in pieces), *columns))
         self._cut(array, columns, pieces, middle)
         return array
