@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from whalez.errors import CheckpointError, ConfigError, WeightMismatch
 from whalez.model.config import CONFIG_FILE, KimiLinearConfig, read_json
 from whalez.model.weights import F32, Shape, TensorSlot, Weights, expert_bounds, weight_plan
 
-__all__ = ["expert_bounds", "load_weights", "model_hash", "read_tensors", "write_checkpoint"]
+__all__ = ["expert_bounds", "load_weights", "model_hash", "read_tensors", "tensors_digest", "write_checkpoint"]
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,6 +48,7 @@ def load_weights(directory: str | Path, config: KimiLinearConfig, rank: int, wor
         raise ConfigError(f"world: expected rank {rank} < world <= {config.num_experts} (the experts), got {world}")
     first, last = expert_bounds(config.num_experts, world)[rank : rank + 2]
     with _open(Path(directory)) as folder:
+        folder.check_experts_count(config)
         # First without memory: a config that contradicts the tensors may ask for any amount of it.
         folder.check(weight_plan(config, first, last, _no_memory)[1])
         weights, slots = weight_plan(config, first, last, _allocate)
@@ -65,6 +66,16 @@ def read_tensors(directory: str | Path) -> dict[str, F32]:
             tensors[name] = np.empty(entry.shape, np.float32)
             folder.read_into(name, tensors[name])
     return tensors
+
+
+def tensors_digest(tensors: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 of all names, shapes and values, whatever the folder they came from looks like."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = np.ascontiguousarray(tensors[name])
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
+        digest.update(tensor.tobytes())
+    return digest.hexdigest()
 
 
 def model_hash(directory: str | Path) -> str:
@@ -187,9 +198,25 @@ class _Entry:
 class _Folder:
     """The open files of a checkpoint. Owns: their handles. Closed by: the `_open` that made it."""
 
-    def __init__(self, entries: dict[str, _Entry], files: dict[Path, Any]) -> None:
+    def __init__(self, directory: Path, entries: dict[str, _Entry], files: dict[Path, Any]) -> None:
+        self._directory = directory
         self.entries = entries
         self._files = files
+
+    def check_experts_count(self, config: KimiLinearConfig) -> None:
+        """Refuse a config with several times the experts of the files, without a plan of them all.
+
+        Raises: WeightMismatch that names the last expert of each layer.
+        """
+        if 3 * config.num_experts * len(config.moe_layers) > 4 * len(self.entries) + 1000:
+            last = config.num_experts - 1
+            missing = [f"model.layers.{n}.block_sparse_moe.experts.{last}.w1.weight" for n in config.moe_layers]
+            raise self._mismatch(missing)
+
+    def _mismatch(
+        self, missing: Sequence[str], unused: Sequence[str] = (), wrong_shape: Sequence[str] = ()
+    ) -> WeightMismatch:
+        return WeightMismatch(f"{self._directory}: config.json against the headers", missing, unused, wrong_shape)
 
     def check(self, slots: list[TensorSlot]) -> None:
         """Compare names and shapes of all tensors, own and other ranks', with the headers.
@@ -206,8 +233,7 @@ class _Folder:
         missing = [name for name in wanted if name not in self.entries]
         unused = [f"{name} in {entry.path.name}" for name, entry in self.entries.items() if name not in wanted]
         if missing or unused or wrong_shape:
-            where = next(iter(self._files)).parent if self._files else Path()
-            raise WeightMismatch(f"{where}: config.json against the headers", missing, unused, wrong_shape)
+            raise self._mismatch(missing, unused, wrong_shape)
 
     def read_into(self, name: str, rows: F32) -> None:
         """Fill `rows` with the tensor, converted to f32 and laid out as `rows` is."""
@@ -243,7 +269,7 @@ def _open(directory: Path) -> Iterator[_Folder]:
                     entries[name] = entry
         if mapped is not None:
             _check_index(index_path, mapped, entries)
-        yield _Folder(entries, files)
+        yield _Folder(directory, entries, files)
 
 
 def _open_file(path: Path) -> Any:

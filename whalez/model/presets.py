@@ -74,6 +74,7 @@ def _preset(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
+        "head_dim": hidden // heads,  # part of the published keys, used by no layer
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rope,
         "v_head_dim": value,
