@@ -49,7 +49,7 @@ def rewrite(directory: Path, change) -> None:
     """Let `change` edit the tensors of the one file."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
-    save_file(tensors, directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 # --- what was written comes back
@@ -254,6 +254,20 @@ def test_missing_unused_and_wrong_shape_are_all_listed(folder):
     assert error.missing == ("model.layers.1.self_attn.kv_b_proj.weight",)
     assert error.unused == ("model.layers.9.extra in model.safetensors",)
     assert error.wrong_shape == ("lm_head.weight in model.safetensors (expected [260, 6], got [6, 260])",)
+
+
+def test_one_unused_tensor_is_enough(folder):
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.g_proj.weight": np.ones(3, np.float32)}))
+    error = refused(folder, "layers.0.self_attn.g_proj.weight in model.safetensors")
+    assert isinstance(error, WeightMismatch)
+    assert (error.missing, error.wrong_shape) == ((), ())
+
+
+def test_one_missing_tensor_is_enough(folder):
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.2.self_attn.dt_bias"))
+    error = refused(folder, "missing: model.layers.2.self_attn.dt_bias")
+    assert isinstance(error, WeightMismatch)
+    assert (error.unused, error.wrong_shape) == ((), ())
 
 
 def test_expert_of_another_rank_is_checked_too(folder):
