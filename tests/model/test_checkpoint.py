@@ -181,10 +181,10 @@ def test_rank_reads_only_its_own_experts(tiny_dir):
 
 
 def refused(directory: Path, *says: str) -> CheckpointError:
-    start = time.monotonic()
+    start = time.process_time()  # of the CPU: other processes on the machine are not our delay
     with pytest.raises(CheckpointError) as caught:
         load(directory)
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     for text in says:
         assert text in str(caught.value)
     return caught.value
