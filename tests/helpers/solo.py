@@ -10,17 +10,17 @@ import numpy as np
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
-from whalez.model.checkpoint import load_weights
-from whalez.model.config import KimiLinearConfig
-from whalez.model.weights import expert_bounds
 
 from whalez.config import FleetConfig, fleet_config
 from whalez.engine.launch import LaunchRunner
 from whalez.engine.sizing import plan_policy, slab_spec
 from whalez.model.cache import StateCache
+from whalez.model.checkpoint import load_weights
+from whalez.model.config import KimiLinearConfig
 from whalez.model.exchange import Batch, Hooks, PrefillSpan
 from whalez.model.forward import Forward
 from whalez.model.trace import Stopwatch
+from whalez.model.weights import expert_bounds
 from whalez.parallel.context import LocalSpan
 from whalez.parallel.expert import PairedExperts
 
