@@ -77,13 +77,13 @@ class RankProcess:
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First signal: leave (SIGTERM within the grace, SIGINT at once). Second, or before the world runs: exit now."""
+        """First signal: leave within the grace. Second, or before the world runs: exit now."""
         self._signals += 1
         if self.loop is None or self._signals > 1:
             for close in reversed(self._closers):
                 close()
             os._exit(128 + number)
-        self.loop.drain(self.rank.grace_s if number == signal.SIGTERM else 0.0)
+        self.loop.drain(self.rank.grace_s)
 
     def _start(self) -> Loop:
         rank, fleet = self.rank, self.fleet
