@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from whalez.fleet import Fleet, Generated
 
 from whalez.errors import WhalezError
+from whalez.fleet import Fleet, Generated
 from whalez.model.presets import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -39,7 +39,7 @@ class FleetConfig:
     whale_min: int = 4096  #: shortest prompt a gang is gathered for; at least 2 x segment_floor
     max_ctx: int = 65536  #: most tokens of a request, prompt and generated
     armed_rows: int = 256  #: most prompt rows of a launch while a whale is gathered or committed
-    node_ranks: int = 4  #: ranks of one machine; gangs are aligned to it where they fit
+    node_ranks: int  #: ranks of one machine; gangs are aligned to it where they fit
     slots: int = 16  #: requests that hold state on one rank at once
     page_tokens: int = 64  #: tokens of one cache page
     cache_tokens: int = 0  #: tokens the latent cache of a rank holds; 0 = 2 x max_ctx
@@ -150,7 +150,7 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: settings of the single rank that a launcher passes on."""
+    """Decorator: how a local launcher spreads its ranks over this machine."""
     command = click.option("--pin/--no-pin", default=False, help="Bind every rank to its own cores.")(command)
     return click.option(
         "--threads", type=click.IntRange(min=1), default=None, help="GEMM threads of a rank; default: cores / world."

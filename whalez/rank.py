@@ -22,7 +22,6 @@ from whalez.config import (
     fleet_config,
     fleet_options,
     placement_from_environment,
-    rank_options,
 )
 from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
@@ -47,7 +46,8 @@ from whalez.parallel.expert import PairedExperts
 from whalez.planning import check_plan
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
-from whalez.serve.front import front_command
+from whalez.serve.links import link_address
+from whalez.serve.process import front_command
 
 
 class RankProcess:
@@ -106,7 +106,7 @@ class RankProcess:
         )
         health.eos_tokens = config.eos_token_ids
         link = LinkServer(
-            f"ipc://{rank.run_dir}/rank-{rank.rank}.link",
+            link_address(rank.run_dir, rank.rank),
             lambda client, request: self._submit(client, request),
             health.status,
         )
@@ -123,7 +123,8 @@ class RankProcess:
         slabs = HostSlabs(layout, fleet_id=rank.fleet_id, rank=rank.rank, incarnation=self.incarnation)
         self._closers.append(slabs.close)
         slabs.create()
-        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=fleet.node_ranks)
+        all_here = rank.hub.startswith(("ipc://", "tcp://127."))  # whatever node_ranks says about placement
+        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=None if all_here else fleet.node_ranks)
         self._closers.append(hub.close)
         entry = SlabEntry(
             rank=rank.rank,
@@ -180,7 +181,7 @@ class RankProcess:
             fleet=fleet,
             policy=policy,
             rows_max=spec.rows_max - fleet.slots,
-            cores=max(1, (os.cpu_count() or 1) // rank.threads),
+            cores=max(1, (os.cpu_count() or 1) // rank.threads) if fleet.node_ranks >= fleet.world else None,
             member=Member(
                 rank.rank,
                 fleet.world,
@@ -215,7 +216,7 @@ class RankProcess:
         if rank.listen is None:
             return
         command = front_command(
-            [f"ipc://{rank.run_dir}/rank-{rank.rank}.link"],
+            [link_address(rank.run_dir, rank.rank)],
             rank.listen,
             rank.model_dir.resolve().name,
             model_dir=str(rank.model_dir),
@@ -280,7 +281,8 @@ class RankProcess:
 @click.option("--start-timeout", "start_s", type=float, default=300.0, help="Seconds the world may take to assemble.")
 @click.option("--capture", is_flag=True, help="Debug: write hidden rows, logits and expert choices to the run folder.")
 @click.option("--trace", is_flag=True, help="Write one line per prefill launch to the run folder.")
-@rank_options
+@click.option("--threads", type=click.IntRange(min=1), default=None, help="GEMM threads; default: cores / world.")
+@click.option("--pin", type=click.IntRange(min=0), default=None, help="First core of this rank; default: not bound.")
 @fleet_options
 def main(**flags: Any) -> None:
     """Run one rank of a fleet."""
@@ -299,8 +301,7 @@ def main(**flags: Any) -> None:
         if flags["node_ranks"] is None and place.node_ranks:
             flags["node_ranks"] = place.node_ranks
         fleet = fleet_config(flags["model_dir"], world, flags)
-        threads = flags["threads"] or max(1, (os.cpu_count() or 1) // min(world, fleet.node_ranks))
-        pin = number * threads % (os.cpu_count() or 1) if flags["pin"] else None
+        threads = flags["threads"] or max(1, len(os.sched_getaffinity(0)) // min(world, fleet.node_ranks))
         rank = RankConfig(
             rank=number,
             hub=hub,
@@ -310,15 +311,14 @@ def main(**flags: Any) -> None:
             fleet_id=flags["fleet_id"],
             device=flags["device"],
             threads=threads,
-            pin=pin,
+            pin=flags["pin"],
             grace_s=flags["grace_s"],
             start_s=flags["start_s"],
             capture=flags["capture"],
             trace=flags["trace"],
         )
-        if pin is not None:
-            cores = os.cpu_count() or 1
-            os.sched_setaffinity(0, {(pin + i) % cores for i in range(threads)})
+        if rank.pin is not None:
+            os.sched_setaffinity(0, range(rank.pin, rank.pin + threads))
     except WhalezError as error:
         print(f"whalez: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

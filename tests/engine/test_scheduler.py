@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from whalez.engine.scheduler import Chunk, LaunchPlan, Phase, Scheduler
 from whalez.errors import LocalProtocolError
 from whalez.rendezvous.effects import LaunchKind

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from whalez.fabric.doorbell import Bells
-from whalez.fabric.host import HostSlabs
-from whalez.fabric.layout import SlabLayout
 
 from whalez.config import FleetConfig, fleet_config
 from whalez.engine.launch import LaunchRunner
 from whalez.engine.sizing import plan_policy, slab_spec
+from whalez.fabric.doorbell import Bells
+from whalez.fabric.host import HostSlabs
+from whalez.fabric.layout import SlabLayout
 from whalez.model.cache import StateCache
 from whalez.model.checkpoint import load_weights
 from whalez.model.config import KimiLinearConfig

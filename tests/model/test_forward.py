@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from helpers.equal import assert_choices_close, relative_error
 from helpers.solo import solo
-
 from whalez.model.checkpoint import read_tensors
 from whalez.model.config import KimiLinearConfig
 from whalez.model.naive import naive_forward
