@@ -191,6 +191,7 @@ def fleet_config(model_dir: Path, world: int, settings: Mapping[str, Any]) -> Fl
         _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
     if "buckets" in merged:
         merged["buckets"] = tuple(merged["buckets"])
+    merged.setdefault("node_ranks", world)  # a launcher that knows of several machines says so
     merged.setdefault(
         "whale_min", 2 * merged.get("segment_floor", FleetConfig.__dataclass_fields__["segment_floor"].default)
     )
