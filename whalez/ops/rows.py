@@ -41,7 +41,9 @@ def packed(name: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> in
     """
     if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
         layout = "" if array.flags.c_contiguous else " not contiguous"
-        raise ShapeError(f"{name}: expected contiguous float32 {list(shape)}, got {array.dtype} {list(array.shape)}{layout}")
+        raise ShapeError(
+            f"{name}: expected contiguous float32 {list(shape)}, got {array.dtype} {list(array.shape)}{layout}"
+        )
     return array.ctypes.data
 
 

@@ -35,7 +35,10 @@ def short_conv(x: Array, tail: Array, weight: Array, out: Array) -> None:
     tail_addr = packed("tail", tail, (TAIL, width))
     packed("weight", weight, (width, WIDTH))
     taps = np.ascontiguousarray(weight.T)  # [4, D]: a few kB, so that the taps of neighbouring channels are neighbours
-    short_conv_kernel(x_addr, x_stride, tail_addr, taps.ctypes.data, out_addr, out_stride, rows, width)
+    scratch = np.empty(width, np.float32)
+    short_conv_kernel(
+        x_addr, x_stride, tail_addr, taps.ctypes.data, out_addr, out_stride, scratch.ctypes.data, rows, width
+    )
 
 
 def conv_tail(x: Array, tail: Array) -> None:
@@ -74,7 +77,19 @@ def short_conv_decode(x: Array, tails: Array, slots: Array, weight: Array, out: 
     tails_addr = packed("tails", tails, (slots_count, TAIL, width))
     weight_addr = packed("weight", weight, (width, WIDTH))
     slots_addr = slots_of(slots, rows, slots_count)
-    short_conv_decode_kernel(x_addr, x_stride, tails_addr, slots_addr, weight_addr, out_addr, out_stride, rows, width)
+    scratch = np.empty(width, np.float32)
+    short_conv_decode_kernel(
+        x_addr,
+        x_stride,
+        tails_addr,
+        slots_addr,
+        weight_addr,
+        out_addr,
+        out_stride,
+        scratch.ctypes.data,
+        rows,
+        width,
+    )
 
 
 def warm() -> None:
@@ -87,9 +102,25 @@ def warm() -> None:
 
 
 @njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
+def _silu_row(summed: Any, out: Any, width: int) -> None:
+    for d in range(width):
+        out[d] = silu_f32(summed[d])
+
+
+@njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
 def short_conv_kernel(
-    x_addr: int, x_stride: int, tail_addr: int, taps_addr: int, out_addr: int, out_stride: int, rows: int, width: int
+    x_addr: int,
+    x_stride: int,
+    tail_addr: int,
+    taps_addr: int,
+    out_addr: int,
+    out_stride: int,
+    scratch_addr: int,
+    rows: int,
+    width: int,
 ) -> None:
+    """scratch: one row. The sums go through it because a loop that reads and writes one row is not made vector code."""
+    summed = f32_at(scratch_addr)
     w0 = f32_at(taps_addr)
     w1 = f32_at(taps_addr + 4 * width)
     w2 = f32_at(taps_addr + 8 * width)
@@ -100,9 +131,9 @@ def short_conv_kernel(
         x2 = f32_at(x_addr + 4 * (t - 1) * x_stride if t >= 1 else tail_addr + 4 * (t + 2) * width)
         x1 = f32_at(x_addr + 4 * (t - 2) * x_stride if t >= 2 else tail_addr + 4 * (t + 1) * width)
         x0 = f32_at(x_addr + 4 * (t - 3) * x_stride if t >= 3 else tail_addr + 4 * t * width)
-        out = f32_at(out_addr + 4 * t * out_stride)
         for d in range(width):
-            out[d] = silu_f32(x0[d] * w0[d] + x1[d] * w1[d] + x2[d] * w2[d] + x3[d] * w3[d])
+            summed[d] = x0[d] * w0[d] + x1[d] * w1[d] + x2[d] * w2[d] + x3[d] * w3[d]
+        _silu_row(summed, f32_at(out_addr + 4 * t * out_stride), width)
 
 
 @njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
@@ -114,21 +145,24 @@ def short_conv_decode_kernel(
     weight_addr: int,
     out_addr: int,
     out_stride: int,
+    scratch_addr: int,
     rows: int,
     width: int,
 ) -> None:
+    summed = f32_at(scratch_addr)
     slots = i64_at(slots_addr)
     weight = f32_at(weight_addr)
     for b in range(rows):
         x = f32_at(x_addr + 4 * b * x_stride)
-        out = f32_at(out_addr + 4 * b * out_stride)
-        t0 = f32_at(tails_addr + 12 * slots[b] * width)
-        t1 = f32_at(tails_addr + 12 * slots[b] * width + 4 * width)
-        t2 = f32_at(tails_addr + 12 * slots[b] * width + 8 * width)
+        tail_addr = tails_addr + 4 * slots[b] * 3 * width
+        t0 = f32_at(tail_addr)
+        t1 = f32_at(tail_addr + 4 * width)
+        t2 = f32_at(tail_addr + 8 * width)
         for d in range(width):
-            x3 = x[d]
-            value = t0[d] * weight[4 * d] + t1[d] * weight[4 * d + 1] + t2[d] * weight[4 * d + 2] + x3 * weight[4 * d + 3]
+            w = 4 * d
+            summed[d] = t0[d] * weight[w] + t1[d] * weight[w + 1] + t2[d] * weight[w + 2] + x[d] * weight[w + 3]
+        for d in range(width):
             t0[d] = t1[d]
             t1[d] = t2[d]
-            t2[d] = x3
-            out[d] = silu_f32(value)
+            t2[d] = x[d]
+        _silu_row(summed, f32_at(out_addr + 4 * b * out_stride), width)

@@ -107,7 +107,17 @@ def _copy(source: Any, target: Any, width: int) -> None:
 
 @njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
 def _open_token(
-    g: Any, k: Any, q: Any, scale: Any, alpha: Any, inside: Any, before: Any, left_k: Any, left_q: Any, y: Any, width: int
+    g: Any,
+    k: Any,
+    q: Any,
+    scale: Any,
+    alpha: Any,
+    inside: Any,
+    before: Any,
+    left_k: Any,
+    left_q: Any,
+    y: Any,
+    width: int,
 ) -> None:
     """One token's decays: alpha = exp(g), `inside` the product since the block began, and the rows made from them."""
     for i in range(width):
@@ -157,7 +167,9 @@ def kda_prepare_kernel(
     both = key_dim + value_dim
     y_addr = scratch_addr  # [CHUNK, K + V]: right-hand sides, then their solutions [Wm | U]
     kd_addr = y_addr + 4 * CHUNK * both  # [CHUNK, K]: keys decayed to the row in hand, in the end Kg
-    left_addr = kd_addr + 4 * CHUNK * key_dim  # [2 BLOCK, K]: keys, then scaled queries, decayed since their block began
+    left_addr = (
+        kd_addr + 4 * CHUNK * key_dim
+    )  # [2 BLOCK, K]: keys, then scaled queries, decayed since their block began
     alpha_addr = left_addr + 4 * 2 * BLOCK * key_dim
     inside_addr = alpha_addr + 4 * key_dim
     before_addr = inside_addr + 4 * key_dim  # decay from the chunk's begin to the block's begin
