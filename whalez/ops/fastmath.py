@@ -17,7 +17,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
+
+# numba declares the decorator's result with the typing context as an argument callers must pass, which they must not.
+intrinsic: Any = _intrinsic
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # 9 bits set, so n * _LN2_HIGH is exact for every n that occurs
@@ -160,8 +163,8 @@ def _sgemm(
     )
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # numba_xxgemm is what numba's own np.dot calls; it resolves scipy's BLAS by name, so compiled code can be cached.
-        # It takes column-major operands, so a row-major product is asked for as its transpose: C' = B' A'.
+        # numba_xxgemm is what numba's own np.dot calls; it finds scipy's BLAS by name, so compiled code can be
+        # cached. It takes column-major operands: a row-major product is asked for transposed, C' = B' A'.
         trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc = args
         char, intp, pointer = ir.IntType(8), ir.IntType(64), cgutils.voidptr_t
         function_type = ir.FunctionType(

@@ -5,6 +5,7 @@ Kernels take addresses and trust them; this file is the only thing between a wro
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,16 @@ def rows_of(name: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> t
     """
     if array.dtype != np.float32 or array.shape != shape:
         raise ShapeError(f"{name}: expected float32 {list(shape)}, got {array.dtype} {list(array.shape)}")
-    width = 1
+    width = math.prod(shape[1:])
+    if array.size == 0:
+        return array.ctypes.data, width
+    packed_bytes = 4
     for axis in range(array.ndim - 1, 0, -1):
-        if shape[axis] > 1 and array.strides[axis] != 4 * width:
+        if shape[axis] > 1 and array.strides[axis] != packed_bytes:
             raise ShapeError(f"{name}: expected contiguous rows, got strides {array.strides} for shape {shape}")
-        width *= shape[axis]
+        packed_bytes *= shape[axis]
     stride = array.strides[0]
-    if shape[0] <= 1:
+    if shape[0] == 1:
         stride = 4 * width
     elif stride < 4 * width or stride % 4:
         raise ShapeError(f"{name}: rows overlap, row stride {stride} bytes for {width} values")
@@ -54,7 +58,7 @@ def slots_of(array: np.ndarray[Any, Any], count: int, slots_count: int) -> int:
     """
     if array.dtype != np.int64 or array.shape != (count,) or not array.flags.c_contiguous:
         raise ShapeError(f"slots: expected contiguous int64 [{count}], got {array.dtype} {list(array.shape)}")
-    if count and not (0 <= array.min() and array.max() < slots_count):
+    if count and (array.min() < 0 or array.max() >= slots_count):
         raise ShapeError(f"slots: expected numbers in [0, {slots_count}), got {array.tolist()}")
     return array.ctypes.data
 

@@ -55,10 +55,10 @@ def kda_prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, scale: floa
     """Everything of a segment that does not depend on the state that comes in, in place. Chunks start at row 0.
 
     Args:
-        q:      f32 [T, H, K]   in: normalised query.          out: scale * q * exp(G), G = log decay since the chunk began
-        k:      f32 [T, H, K]   in: normalised key.            out: Kg = k * exp(G_end - G)
-        v:      f32 [T, H, V]   in: value.                     out: U = (I + A)^-1 beta v
-        g:      f32 [T, H, K]   in: log decay <= 0.            out: Wm = (I + A)^-1 beta (exp(G) k)
+        q:      f32 [T, H, K]   in: normalised query.   out: scale * q * exp(G); G = sum of g since the chunk began
+        k:      f32 [T, H, K]   in: normalised key.     out: Kg = k * exp(G_end - G)
+        v:      f32 [T, H, V]   in: value.              out: U = (I + A)^-1 beta v
+        g:      f32 [T, H, K]   in: log decay <= 0.     out: Wm = (I + A)^-1 beta (exp(G) k)
         beta:   f32 [T, H]      after the sigmoid; row view
         p:      f32 [T, H, 64]  out: row t of P of its chunk; columns after t's own are 0; packed
         decay:  f32 [N, H, K]   out: exp(G_end), packed, N = chunks_count(T)

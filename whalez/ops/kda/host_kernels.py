@@ -15,7 +15,7 @@ from numba import njit
 from whalez.ops.fastmath import exp_f32, f32_at, i64_at, sgemm, sigmoid_f32, softplus_f32
 
 CHUNK = 64  # rows between two states
-BLOCK = 16  # rows inside which decays are multiplied up token by token
+BLOCK = 16  # rows inside which pairwise decays are multiplied up token by token
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -28,7 +28,7 @@ def prepare_scratch_count(key_dim: int, value_dim: int) -> int:
         CHUNK * (key_dim + value_dim)  # y
         + CHUNK * key_dim  # kd
         + 2 * BLOCK * key_dim  # left
-        + 3 * key_dim  # alpha, inside, before
+        + 4 * key_dim  # alpha, inside, since, before
         + CHUNK * CHUNK  # a
         + 2 * BLOCK * CHUNK  # cross
     )
@@ -119,15 +119,25 @@ def _open_token(
     y: Any,
     width: int,
 ) -> None:
-    """One token's decays: alpha = exp(g), `inside` the product since the block began, and the rows made from them."""
+    """One token: alpha = exp(g), the sum `inside` since the block began, and the rows its exp makes."""
     for i in range(width):
-        a = exp_f32(g[i])
-        product = inside[i] * a
-        alpha[i] = a
-        inside[i] = product
+        total = inside[i] + g[i]
+        inside[i] = total
+        alpha[i] = exp_f32(g[i])
+        product = exp_f32(total)
         left_k[i] = k[i] * product
         left_q[i] = q[i] * product * scale
         y[i] = k[i] * product * before[i]
+
+
+@njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
+def _close_block(inside: Any, since: Any, before: Any, width: int) -> None:
+    """inside: sums of g in the block -> their exp. since, before: sum of g since the chunk began, and its exp."""
+    for i in range(width):
+        total = since[i] + inside[i]
+        since[i] = total
+        before[i] = exp_f32(total)
+        inside[i] = exp_f32(inside[i])
 
 
 @njit(cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
@@ -172,11 +182,13 @@ def kda_prepare_kernel(
     )  # [2 BLOCK, K]: keys, then scaled queries, decayed since their block began
     alpha_addr = left_addr + 4 * 2 * BLOCK * key_dim
     inside_addr = alpha_addr + 4 * key_dim
-    before_addr = inside_addr + 4 * key_dim  # decay from the chunk's begin to the block's begin
+    since_addr = inside_addr + 4 * key_dim  # sum of g from the chunk's begin to the block's begin
+    before_addr = since_addr + 4 * key_dim  # its exp
     a_addr = before_addr + 4 * key_dim  # [CHUNK, CHUNK]: beta_i k_i k_j decay, strictly lower part used
     cross_addr = a_addr + 4 * CHUNK * CHUNK  # [2 BLOCK, CHUNK]
     alpha = f32_at(alpha_addr)
     inside = f32_at(inside_addr)
+    since = f32_at(since_addr)
     before = f32_at(before_addr)
 
     for n in range((rows + CHUNK - 1) // CHUNK):
@@ -184,11 +196,12 @@ def kda_prepare_kernel(
         rows_n = min(CHUNK, rows - row0)
         for h in range(heads):
             for i in range(key_dim):
+                since[i] = _ZERO
                 before[i] = _ONE
             for first in range(0, rows_n, BLOCK):
                 block = min(BLOCK, rows_n - first)
                 for i in range(key_dim):
-                    inside[i] = _ONE
+                    inside[i] = _ZERO
                 for r in range(block):
                     t = row0 + first + r
                     beta = f32_at(beta_addr + 4 * (t * beta_stride + h))[0]
@@ -212,6 +225,7 @@ def kda_prepare_kernel(
                         p[j] = _ZERO
                     _copy(k, f32_at(kd_addr + 4 * (first + r) * key_dim), key_dim)
                     _close_query(left_q, before, q, key_dim)
+                _close_block(inside, since, before, key_dim)
                 if first:
                     # Keys of earlier blocks stand decayed to the end of the block before this one.
                     sgemm(
@@ -229,7 +243,6 @@ def kda_prepare_kernel(
                             a[j] = beta * cross_k[j]
                             p[j] = cross_q[j]
                     _multiply_rows(kd_addr, first, inside, key_dim)
-                _multiply(before, inside, key_dim)
             _copy(before, f32_at(decay_addr + 4 * (n * heads + h) * key_dim), key_dim)
             beta_column = beta_addr + 4 * (row0 * beta_stride + h)
             _solve(a_addr, y_addr, beta_column, beta_stride, rows_n, both)
