@@ -8,6 +8,7 @@ outside, shows.
 from __future__ import annotations
 
 import itertools
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from whalez.errors import ShapeError
 from whalez.ops import kda, norm
-from whalez.ops.kda import naive
+from whalez.ops.kda import host_kernels, naive
 
 TOLERANCE = 2e-6  # RMS of the difference over RMS of the reference, see ops/kda/README.md
 LONG_TOLERANCE = 4e-5  # over thousands of tokens without decay
@@ -349,6 +350,42 @@ def test_decode_is_a_prefill_of_length_one_on_its_own_slot():
     others = [1, 3, 4]
     np.testing.assert_array_equal(states[others], before[others])
     assert np.isnan(buffer[:, [0, -1]]).all()
+
+
+def test_rows_more_than_2_to_31_values_apart():
+    """Offsets are 64 bits wide: row 2 of these views starts at value 2^31. Only touched pages of it cost memory."""
+    stride = 2**30
+    x = make(3)
+    map_noreserve = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_noreserve
+    with mmap.mmap(-1, 4 * (2 * stride + 4096), flags=flags) as memory:
+        views, column = [], 0
+        for source in (x.q, x.k, x.v, x.g):
+            _, heads, dim = source.shape
+            view = np.ndarray(source.shape, np.float32, memory, 4 * column, (4 * stride, 4 * dim, 4))
+            view[:] = source
+            views.append(view)
+            column += heads * dim
+        q, k, v, g = views
+        p, decay = np.empty((3, HEADS, kda.CHUNK), np.float32), np.empty((1, HEADS, KEY), np.float32)
+        out, state = np.empty_like(x.v), x.state.copy()
+        kda.kda_prepare(q, k, v, g, x.beta, x.scale, p, decay)
+        kda.kda_scan(q, k, v, g, p, decay, state, out)
+        del views, view, q, k, v, g
+    assert error(by_head(out), by_head(x.naive()[0])) < TOLERANCE
+
+
+def test_one_compilation_serves_every_layout():
+    """A launch compiles nothing: packed, strided, one row, other sizes and scalar types are one signature."""
+    kda.warm()
+    prepare(make(1)).scan(make(1).state)
+    x = make(5, heads=2, key=8, value=4)
+    p, decay = np.empty((5, 2, kda.CHUNK), np.float32), np.empty((1, 2, 8), np.float32)
+    kda.kda_prepare(x.q, x.k, x.v, x.g, x.beta, np.float32(0.5), p, decay)
+    kernels = {name: f for name, f in vars(host_kernels).items() if name.endswith("_kernel")}
+    assert len(kernels) == 7
+    for name, kernel in kernels.items():
+        assert len(kernel.nopython_signatures) == 1, name
 
 
 def test_out_may_take_the_place_of_u():

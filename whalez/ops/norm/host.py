@@ -28,7 +28,7 @@ def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
     rows, width = axes_of("x", x, "TD")
     x_addr, x_stride = rows_of("x", x, (rows, width))
     out_addr, out_stride = rows_of("out", out, (rows, width))
-    rms_norm_kernel(x_addr, x_stride, packed("weight", weight, (width,)), eps, out_addr, out_stride, rows, width)
+    rms_norm_kernel(x_addr, x_stride, packed("weight", weight, (width,)), float(eps), out_addr, out_stride, rows, width)
 
 
 def gated_rms_norm(o: Array, weight: Array, gate: Array, eps: float) -> None:
@@ -45,7 +45,7 @@ def gated_rms_norm(o: Array, weight: Array, gate: Array, eps: float) -> None:
     o_addr, o_stride = rows_of("o", o, (rows, heads, width))
     gate_addr, gate_stride = rows_of("gate", gate, (rows, heads, width))
     weight_addr = packed("weight", weight, (width,))
-    gated_rms_norm_kernel(o_addr, o_stride, weight_addr, gate_addr, gate_stride, eps, rows, heads, width)
+    gated_rms_norm_kernel(o_addr, o_stride, weight_addr, gate_addr, gate_stride, float(eps), rows, heads, width)
 
 
 def l2_norm(x: Array) -> None:
