@@ -1,7 +1,7 @@
 """Times the host ops of a KDA layer on one thread and prints a table: `python bench/ops_kda.py [T] [H]`.
 
-Columns: best of several runs in CPU time of this thread (the cores may be shared); bytes touched per call over that time
-(element-wise ops), or GEMM flops over it.
+Columns: best of several runs in CPU time of this thread (the cores may be shared); bytes touched per call over that
+time (element-wise ops), or GEMM flops over it.
 The first and the last row are what the same machine does at the same moment on a plain copy and a plain GEMM.
 """
 
