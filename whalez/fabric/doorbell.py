@@ -4,7 +4,8 @@ Rule 1: the sleeper protocol lives in the kernels of this file; README.md argues
 Rule 2: no meaning. Which window or step a value stands for is the caller's; here values rise, and that is all.
 Hot: yes; `Bells.ring` and `Bells.wait` are two of each paired exchange.
 
-One thread of a rank (the loop) rings, waits and sleeps. `wake`, `progress` and `status` may come from any thread.
+One thread of a rank (the loop) rings, waits and sleeps. `wake`, `progress` and `status` may come from any thread or a
+signal handler.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ def _wait(
         cpu_relax()
         result = _scan(lines, peers, result >> 3, value, ahead_max)
     if result & 7 != _MISSING:
+        store_release_u64(status + 8 * STATUS_PEER, 0)  # an earlier slice of this wait may have set it
         return result
     store_release_u64(status + 8 * STATUS_KIND, kind)
     store_release_u64(status + 8 * STATUS_VALUE, value)
@@ -311,7 +313,8 @@ class Bells:
         self._ahead_max = [1, steps_per_launch, steps_per_launch, _NO_BOUND, _NO_BOUND]
         self._scratch = np.zeros(world, np.int64)
         self._taken = 0
-        self._lock = threading.Lock()  # close against wake, progress and status from other threads
+        # Close against wake, progress and status from other threads; re-entrant, for a signal handler may call wake.
+        self._lock = threading.RLock()
         # A raw address does not keep memory mapped, a view does.
         self._views: list[npt.NDArray[Any]] | None = [slab.view(0, (1,), np.uint8) for slab in slabs]
 
