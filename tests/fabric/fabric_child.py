@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from conftest import entry_of, make_layout
+from fabric_world import entry_of, make_layout
 
 from whalez.fabric.doorbell import BELL_DATA, BELL_FREE, BELL_LAUNCH, Bells
 from whalez.fabric.host import HostSlabs

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import entry_of, make_layout
 from fabric_child import ping_pong
+from fabric_world import entry_of, make_layout
 
 from whalez.errors import DoorbellTimeout
 from whalez.fabric.doorbell import BELL_DATA, BELL_FREE, BELL_LAUNCH, Bells
@@ -56,7 +56,8 @@ def pair(mode: str, fleet_id: str, turns: int = 0, **arguments: float) -> Iterat
     with slabs:
         slabs.create()
         command = [sys.executable, str(CHILD), mode, fleet_id, slabs.ticket.decode(), str(turns)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         try:
             yield Pair(slabs, child, **arguments)
         finally:

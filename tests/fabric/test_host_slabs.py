@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from conftest import entry_of, make_layout
+from fabric_world import entry_of, make_layout
 
 from whalez.errors import ConfigError, FabricError, ShapeError
 from whalez.fabric.host import HostSlabs, remove_leftovers

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from conftest import make_layout
+from fabric_world import make_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
