@@ -156,7 +156,9 @@ class Loop:
         while self.turn():
             pass
         self.state = "stopping"
-        self.hub.send(Bye(rank=self.rank))
+        bye = Bye(rank=self.rank)
+        self.hub.send(bye)
+        self._receive(bye)  # the hub brings the others' only
         deadline = now_ns() + int(BYE_S * 1e9)
         while not self.member.everyone_said_bye and now_ns() < deadline:
             self.bells.take_wakes()

@@ -18,14 +18,12 @@ from whalez.model.exchange import Batch, Context, ExpertExchange, Hooks, Prepare
 from whalez.model.trace import Part
 from whalez.model.weights import DenseWeights, KdaWeights, MlaWeights, MoeWeights, Weights
 from whalez.ops.conv import short_conv, short_conv_decode
-from whalez.ops.kda import kda_decode, kda_gate, kda_prepare, kda_scan
+from whalez.ops.kda import CHUNK, chunks_count, kda_beta, kda_decode, kda_gate, kda_prepare, kda_scan
 from whalez.ops.latent import latent_append, latent_norm
 from whalez.ops.lse import lse_merge
 from whalez.ops.mla import mla_attend, mla_decode, mla_expand
 from whalez.ops.moe import route, swiglu
 from whalez.ops.norm import gated_rms_norm, l2_norm, rms_norm
-
-KDA_CHUNK = 64
 
 
 class Forward:
@@ -93,11 +91,8 @@ class Forward:
         narrow = np.matmul(x, w.x_proj.T, out=take("narrow", rows, 2 * dim + heads))
         g = np.matmul(narrow[:, :dim], w.f_b.T, out=take("decay", rows, inner)).reshape(rows, heads, dim)
         beta = take("beta", rows, heads)
-        np.negative(narrow[:, 2 * dim :], out=beta)
-        with np.errstate(over="ignore"):  # exp(-x) = inf gives the right beta = 0
-            np.exp(beta, out=beta)
-        beta += 1.0
-        np.reciprocal(beta, out=beta)
+        beta[:] = narrow[:, 2 * dim :]
+        kda_beta(beta)
         kda_gate(g, w.a_log, w.dt_bias)
 
         convolved = take("convolved", rows, 3 * inner)
@@ -124,8 +119,8 @@ class Forward:
         for span in batch.spans:
             part = slice(row, row + len(span.tokens))
             count = len(span.tokens)
-            p = take("scores", count, heads, KDA_CHUNK)
-            decay = take("chunk_decay", -(-count // KDA_CHUNK), heads, dim)
+            p = take("scores", count, heads, CHUNK)
+            decay = take("chunk_decay", chunks_count(count), heads, dim)
             kda_prepare(q[part], k[part], v[part], g[part], beta[part], config.kda_scale, p, decay)
             state = span.exchange.state(layer, PreparedKda(k[part], v[part], g[part], decay))
             kda_scan(q[part], k[part], v[part], g[part], p, decay, state, o[part])
