@@ -322,7 +322,10 @@ def main(**flags: Any) -> None:
     except WhalezError as error:
         print(f"whalez: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    sys.exit(RankProcess(rank, fleet).run())
+    code = RankProcess(rank, fleet).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed; taking the interpreter with its LLVM modules down would cost another second
 
 
 if __name__ == "__main__":
