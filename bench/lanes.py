@@ -123,7 +123,7 @@ def anatomy(run: Run, fleet: Fleet) -> None:
 def cap(model: Path, tokens: int, repeats: int) -> None:
     """World 2: what the whale lane reaches of what its measured parts allow.
 
-    cap = (D + E/2) / (sum over layers of the slowest rank's share of D + E/2), D = all but the routed experts, E = them.
+    cap = (D + E/2) / (sum over layers of the slowest rank + E/2), D = all but the routed experts, E = them.
     The local lane already has half of its experts computed by its peer. A world of one is slowed by what two
     independent worlds of one lose to each other side by side (shared caches and memory), measured here as well.
     """
