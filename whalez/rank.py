@@ -22,6 +22,7 @@ from whalez.config import (
     fleet_config,
     fleet_options,
     placement_from_environment,
+    rank_options,
 )
 from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
@@ -281,8 +282,7 @@ class RankProcess:
 @click.option("--start-timeout", "start_s", type=float, default=300.0, help="Seconds the world may take to assemble.")
 @click.option("--capture", is_flag=True, help="Debug: write hidden rows, logits and expert choices to the run folder.")
 @click.option("--trace", is_flag=True, help="Write one line per prefill launch to the run folder.")
-@click.option("--threads", type=click.IntRange(min=1), default=None, help="GEMM threads; default: cores / world.")
-@click.option("--pin", type=click.IntRange(min=0), default=None, help="First core of this rank; default: not bound.")
+@rank_options
 @fleet_options
 def main(**flags: Any) -> None:
     """Run one rank of a fleet."""
@@ -317,8 +317,10 @@ def main(**flags: Any) -> None:
             capture=flags["capture"],
             trace=flags["trace"],
         )
-        if rank.pin is not None:
-            os.sched_setaffinity(0, range(rank.pin, rank.pin + threads))
+        if rank.pin:
+            cores = sorted(os.sched_getaffinity(0))
+            first = number % fleet.node_ranks * threads
+            os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(threads)})
     except WhalezError as error:
         print(f"whalez: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
