@@ -400,7 +400,8 @@ def test_counts(make_world: World) -> None:
 
 
 def test_warm_compiles_all_that_bells_use(make_world: World) -> None:
-    kernels = [getattr(doorbell, name) for name in dir(doorbell) if hasattr(getattr(doorbell, name), "signatures")]
+    names = ("_ring", "_scan", "_wait", "_sleep", "_wake", "_load", "_store", "_raise", "_load_all")
+    kernels = [getattr(doorbell, name) for name in names]
     doorbell.warm()
     before = {kernel.py_func.__name__: len(kernel.signatures) for kernel in kernels}
     assert all(before.values()), before
