@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fabric_child import ping_pong
+from fabric_child import SLICE_S, ping_pong
 from fabric_world import entry_of, make_layout
 
 from whalez.errors import DoorbellTimeout
@@ -70,7 +70,7 @@ def names(fleet_id: str) -> list[str]:
 
 
 def test_no_wake_up_is_lost_in_20000_rings(fleet_id: str) -> None:
-    with pair("ping-pong", fleet_id, 10_000, spin_ns=0, slice_s=20.0) as two:
+    with pair("ping-pong", fleet_id, 10_000, spin_ns=0, slice_s=SLICE_S, stuck_s=90.0) as two:
         two.let_go()
         value = ping_pong(two.bells, PEER, 10_000, begins=True)
         assert value > 10 * 2**32  # ten of the steps left the low half of the word as it was
