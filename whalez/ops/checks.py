@@ -1,0 +1,34 @@
+"""What an op asks of an array before any kernel runs: dtype, shape, layout; named in the error.
+
+Rule 1: every check raises ShapeError with the argument's name, expected and got.   Rule 2: nothing here copies or converts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from whalez.errors import ShapeError
+
+NDArray = np.ndarray[Any, np.dtype[Any]]
+
+
+def require(name: str, array: NDArray, dtype: Any, shape: tuple[int, ...], *, rows_strided: bool = False) -> None:
+    """`array` must be `dtype` [`shape`] (-1 = any) and C-contiguous; `rows_strided` asks only for a last axis of stride 1."""
+    if array.dtype != dtype or array.ndim != len(shape):
+        raise ShapeError(f"{name}: expected {np.dtype(dtype)} {shape}, got {array.dtype} {array.shape}")
+    for want, got in zip(shape, array.shape, strict=True):
+        if want >= 0 and want != got:
+            raise ShapeError(f"{name}: expected {np.dtype(dtype)} {shape}, got {array.dtype} {array.shape}")
+    if rows_strided:
+        if array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+            raise ShapeError(f"{name}: expected a last axis of stride 1, got strides {array.strides}")
+    elif not array.flags.c_contiguous:
+        raise ShapeError(f"{name}: expected C-contiguous, got strides {array.strides} for {array.shape}")
+
+
+def require_that(holds: bool, message: str) -> None:
+    """Raise ShapeError(`message`) unless `holds`."""
+    if not holds:
+        raise ShapeError(message)
