@@ -14,10 +14,144 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
+from whalez.errors import FabricError, ShapeError
 from whalez.ops.checks import NDArray, require, require_that
+from whalez.ops.moe.host import expert_forward
 
 _f32 = np.float32
+
+
+@intrinsic
+def _as_f32(typingctx: Any, address: Any) -> Any:
+    """A raw address as a pointer to f32, for carray."""
+    pointer = types.CPointer(types.float32)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.uint64), codegen
+
+
+@intrinsic
+def _as_i32(typingctx: Any, address: Any) -> Any:
+    """A raw address as a pointer to int32, for carray."""
+    pointer = types.CPointer(types.int32)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.uint64), codegen
+
+
+@njit(
+    "int64(uint64[::1],uint64[::1],int64[::1],int64,int64,int64,"
+    "int64[::1],int32[::1],int32[::1],float32[::1],int64[::1],int64[::1])",
+    cache=True,
+    nogil=True,
+)
+def _plan(
+    ids_addr: Any,
+    weights_addr: Any,
+    counts: Any,
+    top_k: Any,
+    first: Any,
+    count_local: Any,
+    starts: Any,
+    src: Any,
+    row: Any,
+    weight: Any,
+    dest: Any,
+    offsets: Any,
+) -> Any:
+    """Fill the plan; returns the number of entries, or its negative (nothing filled) if they do not fit."""
+    next_entry = np.zeros(count_local + 1, np.int64)
+    for s in range(counts.shape[0]):
+        if counts[s] > 0:
+            ids = carray(_as_i32(ids_addr[s]), (counts[s] * top_k,))
+            for i in range(counts[s] * top_k):
+                local = np.int64(ids[i]) - first
+                if 0 <= local < count_local:
+                    next_entry[local + 1] += 1
+    for e in range(count_local):
+        next_entry[e + 1] += next_entry[e]
+    entries = next_entry[count_local]
+    if entries > src.shape[0]:
+        return -entries
+    starts[:] = next_entry
+    partial_row = np.int64(0)
+    for s in range(counts.shape[0]):
+        offsets[s] = partial_row
+        if counts[s] > 0:
+            ids = carray(_as_i32(ids_addr[s]), (counts[s] * top_k,))
+            weights = carray(_as_f32(weights_addr[s]), (counts[s] * top_k,))
+            for t in range(counts[s]):
+                ours = False
+                for i in range(t * top_k, (t + 1) * top_k):
+                    local = np.int64(ids[i]) - first
+                    if 0 <= local < count_local:
+                        entry = next_entry[local]
+                        next_entry[local] += 1
+                        src[entry] = s
+                        row[entry] = t
+                        weight[entry] = weights[i]
+                        dest[entry] = partial_row
+                        ours = True
+                if ours:
+                    partial_row += 1
+    offsets[counts.shape[0]] = partial_row
+    return entries
+
+
+@njit("void(uint64[::1],int32[::1],int32[::1],float32[:,::1])", cache=True, nogil=True)
+def _gather(rows_addr: Any, src: Any, row: Any, out: Any) -> None:
+    hidden = out.shape[1]
+    for i in range(out.shape[0]):
+        start = rows_addr[src[i]] + np.uint64(np.int64(row[i]) * hidden * 4)
+        out[i, :] = carray(_as_f32(start), (hidden,))
+
+
+@njit("void(float32[:,::1],float32[::1],int64[::1],float32[:,::1])", cache=True, nogil=True)
+def _scatter_add(y: Any, weight: Any, dest: Any, partial: Any) -> None:
+    for i in range(y.shape[0]):
+        into = partial[dest[i]]
+        for j in range(y.shape[1]):
+            into[j] += weight[i] * y[i, j]
+
+
+@njit("boolean(int32[:,::1],int64,int64,int64)", cache=True, nogil=True)
+def _asks(ids: Any, t: Any, first: Any, end: Any) -> Any:
+    for i in range(ids.shape[1]):
+        if first <= ids[t, i] < end:
+            return True
+    return False
+
+
+@njit("int64(int32[:,::1],int64[::1],int64[::1])", cache=True, nogil=True)
+def _first_wrong_owner(ids: Any, bounds: Any, partial_counts: Any) -> Any:
+    for w in range(partial_counts.shape[0]):
+        asked = np.int64(0)
+        for t in range(ids.shape[0]):
+            asked += _asks(ids, t, bounds[w], bounds[w + 1])
+        if asked != partial_counts[w]:
+            return w
+    return -1
+
+
+@njit("void(int32[:,::1],int64[::1],uint64[::1],float32[:,::1])", cache=True, nogil=True)
+def _combine(ids: Any, bounds: Any, partial_addr: Any, out: Any) -> None:
+    hidden = out.shape[1]
+    next_addr = partial_addr.copy()
+    for t in range(ids.shape[0]):
+        into = out[t]
+        for w in range(partial_addr.shape[0]):
+            if _asks(ids, t, bounds[w], bounds[w + 1]):
+                part = carray(_as_f32(next_addr[w]), (hidden,))
+                for j in range(hidden):
+                    into[j] += part[j]
+                next_addr[w] += np.uint64(hidden * 4)
 
 
 class MoeScratch:
@@ -44,7 +178,25 @@ class MoeScratch:
         local_experts: int,
         world: int,
     ) -> None:
-        raise NotImplementedError
+        require_that(
+            min(rows_max_total, block_rows, hidden, intermediate, top_k, local_experts, world) > 0,
+            f"MoeScratch: expected sizes of at least 1, got rows_max_total={rows_max_total}, block_rows={block_rows}, "
+            f"hidden={hidden}, intermediate={intermediate}, top_k={top_k}, local_experts={local_experts}, world={world}",
+        )
+        # A token names an expert once, so it makes no more entries here than there are experts here.
+        entries = rows_max_total * min(top_k, local_experts)
+        self.rows_max_total = rows_max_total
+        self.block_rows = block_rows
+        self.top_k = top_k
+        self.starts = np.empty(local_experts + 1, np.int64)
+        self.src = np.empty(entries, np.int32)
+        self.row = np.empty(entries, np.int32)
+        self.weight = np.empty(entries, _f32)
+        self.dest = np.empty(entries, np.int64)
+        self.x = np.empty((block_rows, hidden), _f32)
+        self.h = np.empty((block_rows, 2 * intermediate), _f32)
+        self.a = np.empty((block_rows, intermediate), _f32)
+        self.y = np.empty((block_rows, hidden), _f32)
 
 
 def owner_compute(
@@ -76,7 +228,29 @@ def owner_compute(
     Order:    the caller has acquired every source's dispatch bell; it rings combine afterwards
     Raises:   ShapeError before any kernel runs (more rows than the scratch or `partial` can hold included)
     """
-    raise NotImplementedError
+    world = counts.shape[0]
+    experts, _, hidden = w13.shape
+    require("w13", w13, _f32, (experts, scratch.h.shape[1], scratch.x.shape[1]))
+    require("w2", w2, _f32, (experts, hidden, scratch.a.shape[1]))
+    require("rows_addr", rows_addr, np.uint64, (world,))
+    require("partial", partial, _f32, (-1, hidden))
+    require_that(scratch.starts.shape[0] == experts + 1, f"scratch: made for other than {experts} local experts")
+    total = int(counts.sum())
+    require_that(
+        total <= min(scratch.rows_max_total, partial.shape[0]),
+        f"counts: {total} rows, the scratch takes {scratch.rows_max_total} and partial {partial.shape[0]}",
+    )
+    plan = scratch.starts, scratch.src, scratch.row, scratch.weight, scratch.dest
+    plan_owner(ids_addr, weights_addr, counts, scratch.top_k, first, experts, *plan, offsets)
+    partial[: offsets[world]] = 0
+    for e in range(experts):
+        begin, end = int(scratch.starts[e]), int(scratch.starts[e + 1])
+        for i in range(begin, end, scratch.block_rows):
+            n = min(scratch.block_rows, end - i)
+            x, y = scratch.x[:n], scratch.y[:n]
+            _gather(rows_addr, scratch.src[i : i + n], scratch.row[i : i + n], x)
+            expert_forward(w13[e], w2[e], x, scratch.h[:n], scratch.a[:n], y)
+            _scatter_add(y, scratch.weight[i : i + n], scratch.dest[i : i + n], partial)
 
 
 def combine_sum(ids: NDArray, bounds: NDArray, partial_addr: NDArray, out: NDArray, partial_counts: NDArray) -> None:
@@ -93,7 +267,19 @@ def combine_sum(ids: NDArray, bounds: NDArray, partial_addr: NDArray, out: NDArr
     Raises:   ShapeError before any kernel runs; FabricError, with out unchanged, if an owner made another number of rows than
               our ids ask of it
     """
-    raise NotImplementedError
+    world = partial_addr.shape[0]
+    require("ids", ids, np.int32, (-1, -1))
+    require("bounds", bounds, np.int64, (world + 1,))
+    require("partial_addr", partial_addr, np.uint64, (world,))
+    require("partial_counts", partial_counts, np.int64, (world,))
+    require("out", out, _f32, (ids.shape[0], -1))
+    wrong = _first_wrong_owner(ids, bounds, partial_counts)
+    if wrong >= 0:
+        raise FabricError(
+            f"owner {wrong} made {int(partial_counts[wrong])} partial rows for this rank, its {ids.shape[0]} tokens ask "
+            f"for another number of experts {int(bounds[wrong])}..{int(bounds[wrong + 1]) - 1}"
+        )
+    _combine(ids, bounds, partial_addr, out)
 
 
 def plan_owner(
@@ -125,7 +311,23 @@ def plan_owner(
         number of entries; n must be at least that (sum(counts) * top_k always suffices)
     Raises:   ShapeError before anything is written if n is too small
     """
-    raise NotImplementedError
+    world = counts.shape[0]
+    require("counts", counts, np.int64, (world,))
+    require("ids_addr", ids_addr, np.uint64, (world,))
+    require("weights_addr", weights_addr, np.uint64, (world,))
+    require("starts", starts, np.int64, (count_local + 1,))
+    require("src", src, np.int32, (-1,))
+    require("row", row, np.int32, src.shape)
+    require("weight", weight, _f32, src.shape)
+    require("dest", dest, np.int64, src.shape)
+    require("offsets", offsets, np.int64, (world + 1,))
+    require_that(not world or int(counts.min()) >= 0, f"counts: expected no negative one, got {counts.tolist()}")
+    entries = int(
+        _plan(ids_addr, weights_addr, counts, top_k, first, count_local, starts, src, row, weight, dest, offsets)
+    )
+    if entries < 0:
+        raise ShapeError(f"src: {-entries} entries do not fit into {src.shape[0]}")
+    return entries
 
 
 def gather_rows(rows_addr: NDArray, hidden: int, src: NDArray, row: NDArray, out: NDArray) -> None:
@@ -136,7 +338,12 @@ def gather_rows(rows_addr: NDArray, hidden: int, src: NDArray, row: NDArray, out
         src, row:   int32 [n]
         out:        f32 [n, hidden]
     """
-    raise NotImplementedError
+    rows = out.shape[0]
+    require("rows_addr", rows_addr, np.uint64, (-1,))
+    require("src", src, np.int32, (rows,))
+    require("row", row, np.int32, (rows,))
+    require("out", out, _f32, (rows, hidden))
+    _gather(rows_addr, src, row, out)
 
 
 def scatter_add(y: NDArray, weight: NDArray, dest: NDArray, partial: NDArray) -> None:
@@ -148,4 +355,8 @@ def scatter_add(y: NDArray, weight: NDArray, dest: NDArray, partial: NDArray) ->
         dest:     int64 [n]   inside partial
         partial:  f32 [M, D]  in/out
     """
-    raise NotImplementedError
+    require("y", y, _f32, (-1, -1))
+    require("weight", weight, _f32, (y.shape[0],))
+    require("dest", dest, np.int64, (y.shape[0],))
+    require("partial", partial, _f32, (-1, y.shape[1]))
+    _scatter_add(y, weight, dest, partial)

@@ -8,10 +8,77 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from whalez.ops.checks import NDArray, require, require_that
+from whalez.ops.mla._exp import exp_f32
 
 _f32 = np.float32
+
+
+@njit(cache=True, nogil=True)
+def _take_best(score: Any, taken: Any) -> Any:
+    """Index of the greatest score not taken yet, the lowest of equal ones; marks it taken. NaN counts as the least."""
+    best = -1
+    for e in range(score.shape[0]):
+        if not taken[e] and (best < 0 or score[e] > score[best] or (score[best] != score[best] and score[e] == score[e])):
+            best = e
+    taken[best] = True
+    return best
+
+
+@njit(
+    "void(float32[:,::1],float32[::1],boolean,float32,int64,int64,int32[:,::1],float32[:,::1])",
+    cache=True,
+    nogil=True,
+)
+def _route(
+    logits: Any, bias: Any, renormalize: Any, scaling: Any, num_groups: Any, topk_groups: Any, ids: Any, weights: Any
+) -> None:
+    tokens, experts = logits.shape
+    top_k = ids.shape[1]
+    group_size = experts // num_groups
+    share = np.empty(experts, _f32)
+    choice = np.empty(experts, _f32)
+    taken = np.empty(experts, np.bool_)
+    group_score = np.empty(num_groups, _f32)
+    group_kept = np.empty(num_groups, np.bool_)
+    for t in range(tokens):
+        for e in range(experts):
+            share[e] = _f32(1.0) / (_f32(1.0) + exp_f32(-logits[t, e]))
+        for e in range(experts):
+            choice[e] = share[e] + bias[e]
+        taken[:] = False
+        if num_groups > 1:
+            for g in range(num_groups):
+                group = choice[g * group_size : (g + 1) * group_size]
+                group_taken = taken[g * group_size : (g + 1) * group_size]
+                group_score[g] = group[_take_best(group, group_taken)]
+                if group_size > 1:
+                    group_score[g] += group[_take_best(group, group_taken)]
+            group_kept[:] = False
+            for _ in range(topk_groups):
+                _take_best(group_score, group_kept)
+            for e in range(experts):
+                taken[e] = not group_kept[e // group_size]
+        total = _f32(0.0)
+        for i in range(top_k):
+            e = _take_best(choice, taken)
+            ids[t, i] = e
+            weights[t, i] = share[e]
+            total += share[e]
+        factor = scaling / (total + _f32(1e-20)) if renormalize else scaling
+        for i in range(top_k):
+            weights[t, i] *= factor
+
+
+@njit("void(float32[:,::1],float32[:,::1])", cache=True, nogil=True)
+def _swiglu(gate_up: Any, out: Any) -> None:
+    width = out.shape[1]
+    for t in range(out.shape[0]):
+        for i in range(width):
+            gate = gate_up[t, i]
+            out[t, i] = gate / (_f32(1.0) + exp_f32(-gate)) * gate_up[t, width + i]
 
 
 def route(
@@ -40,7 +107,18 @@ def route(
     Writes:   ids and weights, all rows; the ids of a token differ, also for NaN logits (whose weights are NaN)
     Raises:   ShapeError before any kernel runs
     """
-    raise NotImplementedError
+    require("logits", logits, _f32, (-1, -1))
+    tokens, experts = logits.shape
+    require("bias", bias, _f32, (experts,))
+    require("ids", ids, np.int32, (tokens, top_k))
+    require("weights", weights, _f32, (tokens, top_k))
+    require_that(
+        0 < num_groups and experts % num_groups == 0, f"num_groups: expected a divisor of {experts}, got {num_groups}"
+    )
+    require_that(0 < topk_groups <= num_groups, f"topk_groups: expected 1..{num_groups}, got {topk_groups}")
+    allowed = topk_groups * (experts // num_groups)
+    require_that(0 < top_k <= allowed, f"top_k: expected 1..{allowed}, got {top_k}")
+    _route(logits, bias, renormalize, _f32(scaling), num_groups, topk_groups, ids, weights)
 
 
 def swiglu(gate_up: NDArray, out: NDArray) -> None:
@@ -52,7 +130,9 @@ def swiglu(gate_up: NDArray, out: NDArray) -> None:
     Writes:   out, all rows
     Raises:   ShapeError before any kernel runs
     """
-    raise NotImplementedError
+    require("out", out, _f32, (-1, -1))
+    require("gate_up", gate_up, _f32, (out.shape[0], 2 * out.shape[1]))
+    _swiglu(gate_up, out)
 
 
 def expert_forward(w13: NDArray, w2: NDArray, x: NDArray, scratch_h: NDArray, scratch_a: NDArray, y: NDArray) -> None:
@@ -68,4 +148,15 @@ def expert_forward(w13: NDArray, w2: NDArray, x: NDArray, scratch_h: NDArray, sc
     Writes:   y, all rows
     Raises:   ShapeError before any kernel runs
     """
-    raise NotImplementedError
+    require("w13", w13, _f32, (-1, -1))
+    inner, hidden = w13.shape[0] // 2, w13.shape[1]
+    rows = x.shape[0]
+    require("w13", w13, _f32, (2 * inner, hidden))
+    require("w2", w2, _f32, (hidden, inner))
+    require("x", x, _f32, (rows, hidden))
+    require("scratch_h", scratch_h, _f32, (rows, 2 * inner))
+    require("scratch_a", scratch_a, _f32, (rows, inner))
+    require("y", y, _f32, (rows, hidden))
+    np.matmul(x, w13.T, out=scratch_h)
+    _swiglu(scratch_h, scratch_a)
+    np.matmul(scratch_a, w2.T, out=y)
