@@ -9,15 +9,20 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import float32, njit, void
 
-from whalez.ops.checks import NDArray, require, require_that
+from whalez.ops.checks import NDArray, reads, require, require_that, writes
 
 _f32 = np.float32
 
 
 # `reassoc` lets the sum of squares run in vector lanes; nothing else in the function has an order that matters.
-@njit("void(float32[:,:],float32[::1],float32)", cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(
+    void(writes(float32, 2, "A"), reads(float32, 1), float32),
+    cache=True,
+    nogil=True,
+    fastmath={"reassoc", "contract"},
+)
 def _norm(c: Any, weight: Any, eps: Any) -> None:
     rank = weight.shape[0]
     for t in range(c.shape[0]):
@@ -51,15 +56,13 @@ def _require_pages(pool: NDArray, pages: NDArray, start: int, count: int) -> Non
     require("pages", pages, np.int32, (-1,))
     room = pages.shape[0] * pool.shape[1]
     require_that(
-        0 <= start and 0 <= count and start + count <= room,
+        start >= 0 and count >= 0 and start + count <= room,
         f"rows [{start}, {start + count}): expected inside the {room} rows of {pages.shape[0]} pages",
     )
     if count:
         used = pages[start // pool.shape[1] : (start + count - 1) // pool.shape[1] + 1]
         low, high = int(used.min()), int(used.max())
-        require_that(
-            0 <= low and high < pool.shape[0], f"pages: expected 0..{pool.shape[0] - 1}, got {low}..{high}"
-        )
+        require_that(low >= 0 and high < pool.shape[0], f"pages: expected 0..{pool.shape[0] - 1}, got {low}..{high}")
 
 
 def latent_append(rows: NDArray, pool: NDArray, pages: NDArray, start: int) -> None:

@@ -9,15 +9,17 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import float32, njit, void
 
 from whalez.errors import ShapeError
-from whalez.ops.checks import NDArray, require
+from whalez.ops.checks import NDArray, reads, require, writes
 
 _f32 = np.float32
 
 
-@njit("void(float32[:,:,::1],float32[:,::1],float32[:,:,::1],float32[:,::1],float32)", cache=True, nogil=True)
+@njit(
+    void(writes(float32, 3), writes(float32, 2), reads(float32, 3), reads(float32, 2), float32), cache=True, nogil=True
+)
 def _merge(acc: Any, acc_lse: Any, part: Any, part_lse: Any, to_natural: Any) -> None:
     for t in range(acc.shape[0]):
         for h in range(acc.shape[1]):
@@ -46,9 +48,7 @@ def _merge(acc: Any, acc_lse: Any, part: Any, part_lse: Any, to_natural: Any) ->
             acc_lse[t, h] = top + math.log1p(small)
 
 
-def lse_merge(
-    acc: NDArray, acc_lse: NDArray, part: NDArray, part_lse: NDArray, *, part_base: float = math.e
-) -> None:
+def lse_merge(acc: NDArray, acc_lse: NDArray, part: NDArray, part_lse: NDArray, *, part_base: float = math.e) -> None:
     """acc <- average over both key sets, acc_lse <- log(exp(acc_lse) + exp(part_lse)).
 
     Args:
@@ -58,7 +58,7 @@ def lse_merge(
         part_lse:  f32 [T, H]     natural log, or log2 with part_base=2.0
         part_base: e or 2.0, the base of part_lse; whalez's own ops write natural logs only. A lse of another base
                    cannot be told from its values, so a caller with a foreign kernel has to name it.
-    Writes:   acc and acc_lse, all rows; both sides empty gives 0 and -inf. A part merged into an empty acc keeps its bits.
+    Writes:   acc and acc_lse, all rows; both sides empty gives 0 and -inf; a part merged into an empty acc keeps its bits
     Raises:   ShapeError before any kernel runs
     """
     require("acc", acc, _f32, (-1, -1, -1))

@@ -21,7 +21,7 @@ def _bits_to_f32(typingctx: Any, bits: Any) -> Any:
 
 @njit(cache=True, nogil=True, fastmath={"contract"})
 def exp_f32(x: Any) -> Any:
-    """exp(x) to about 1e-7 relative; below -87.3 the smallest normal number, above 88 the largest power it can scale to."""
+    """exp(x) to about 1e-7 relative, x clamped to [-87.3, 88] so that the result is always a normal number."""
     x = _f32(-87.3) if x < _f32(-87.3) else x
     x = _f32(88.0) if x > _f32(88.0) else x
     # Adding and taking away 1.5 * 2^23 rounds to an integer without a branch.

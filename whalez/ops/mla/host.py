@@ -9,9 +9,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import boolean, float32, int32, int64, njit, void
 
-from whalez.ops.checks import NDArray, require, require_that
+from whalez.ops.checks import NDArray, reads, require, require_that, writes
 from whalez.ops.mla._exp import exp_f32
 
 _f32 = np.float32
@@ -73,7 +73,16 @@ def _fold(acc: Any, part: Any, shrink: Any) -> None:
 
 
 @njit(
-    "void(float32[:,:,::1],float32[:,:,:],float32[:,:],int64,boolean,float32,float32[:,:,::1],float32[:,::1])",
+    void(
+        reads(float32, 3),
+        reads(float32, 3, "A"),
+        reads(float32, 2, "A"),
+        int64,
+        boolean,
+        float32,
+        writes(float32, 3),
+        writes(float32, 2),
+    ),
     cache=True,
     nogil=True,
 )
@@ -137,7 +146,15 @@ def _attend(q: Any, kv: Any, kr: Any, q_start: Any, causal: Any, scale: Any, out
 
 
 @njit(
-    "void(float32[:,:,::1],float32[:,::1],float32[:,:,::1],int32[:,::1],int64[::1],float32,float32[:,:,::1])",
+    void(
+        reads(float32, 3),
+        reads(float32, 2),
+        reads(float32, 3),
+        reads(int32, 2),
+        reads(int64, 1),
+        float32,
+        writes(float32, 3),
+    ),
     cache=True,
     nogil=True,
 )
@@ -298,7 +315,7 @@ def mla_decode(
         require_that(0 <= length <= room, f"lengths[{b}]: expected 0..{room}, got {length}")
         used = pages[b, : -(-length // pool.shape[1])]
         require_that(
-            not used.size or (0 <= int(used.min()) and int(used.max()) < pool.shape[0]),
+            not used.size or (int(used.min()) >= 0 and int(used.max()) < pool.shape[0]),
             f"pages[{b}]: expected 0..{pool.shape[0] - 1} for the first {used.size}, got {used.tolist()[:8]}",
         )
     _decode(q, w_kv_b, pool, pages, lengths, _f32(scale), out)

@@ -15,9 +15,7 @@ def naive_mla_expand(latent: Array, w_kv_b: Array, heads: int) -> Array:
     return np.einsum("sr,hcr->shc", lat, w_kv_b.astype(np.float64).reshape(heads, -1, w_kv_b.shape[1]))
 
 
-def naive_mla_attend(
-    q: Array, kv: Array, kr: Array, q_start: int, causal: bool, scale: float
-) -> tuple[Array, Array]:
+def naive_mla_attend(q: Array, kv: Array, kr: Array, q_start: int, causal: bool, scale: float) -> tuple[Array, Array]:
     """Softmax attention over one window of keys.
 
     Args:
@@ -48,9 +46,7 @@ def naive_mla_attend(
     return out, lse
 
 
-def naive_mla_decode(
-    q: Array, w_kv_b: Array, pool: Array, pages: Array, lengths: Array, scale: float
-) -> Array:
+def naive_mla_decode(q: Array, w_kv_b: Array, pool: Array, pages: Array, lengths: Array, scale: float) -> Array:
     """[B, H, n+r] against the paged latent rows of each sequence, by expansion -> f64 [B, H, v]."""
     page_tokens, rank = pool.shape[1], w_kv_b.shape[1]
     results = []

@@ -1,8 +1,8 @@
 """Both ends of the expert exchange: what an owner computes for all sources, and what a source adds up of all owners.
 
-Peers' regions are raw addresses (uint64 [W], one per rank in rank order), so a slab may be anywhere. The rows of one owner's
-partial region lie source after source; inside a source they are numbered in the order of those of its tokens that chose at
-least one of the owner's experts. The source finds the same numbers from its own ids, so no index travels (README.md).
+Peers' regions are raw addresses (uint64 [W], one per rank in rank order), so a slab may be anywhere. The rows of one
+owner's partial region lie source after source; inside a source they are numbered in the order of those of its tokens that
+chose at least one of the owner's experts. The source finds the same numbers from its own ids, so no index travels.
 
 Sums have one order: experts ascending inside an owner, owners ascending at the source.
 
@@ -14,41 +14,49 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import boolean, carray, float32, int32, int64, njit, types, uint64, void
 from numba.extending import intrinsic
 
 from whalez.errors import FabricError, ShapeError
-from whalez.ops.checks import NDArray, require, require_that
+from whalez.ops.checks import NDArray, reads, require, require_that, writes
 from whalez.ops.moe.host import expert_forward
 
 _f32 = np.float32
 
 
-@intrinsic
-def _as_f32(typingctx: Any, address: Any) -> Any:
-    """A raw address as a pointer to f32, for carray."""
-    pointer = types.CPointer(types.float32)
+def _pointer_to(dtype: Any) -> Any:
+    """An intrinsic that makes a raw address a pointer to `dtype`, for carray."""
+    pointer = types.CPointer(dtype)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
+    @intrinsic
+    def at(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(pointer))
 
-    return pointer(types.uint64), codegen
+        return pointer(uint64), codegen
+
+    return at
 
 
-@intrinsic
-def _as_i32(typingctx: Any, address: Any) -> Any:
-    """A raw address as a pointer to int32, for carray."""
-    pointer = types.CPointer(types.int32)
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-    return pointer(types.uint64), codegen
+_as_f32 = _pointer_to(float32)
+_as_i32 = _pointer_to(int32)
 
 
 @njit(
-    "int64(uint64[::1],uint64[::1],int64[::1],int64,int64,int64,"
-    "int64[::1],int32[::1],int32[::1],float32[::1],int64[::1],int64[::1])",
+    int64(
+        reads(uint64, 1),
+        reads(uint64, 1),
+        reads(int64, 1),
+        int64,
+        int64,
+        int64,
+        writes(int64, 1),
+        writes(int32, 1),
+        writes(int32, 1),
+        writes(float32, 1),
+        writes(int64, 1),
+        writes(int64, 1),
+    ),
     cache=True,
     nogil=True,
 )
@@ -105,7 +113,11 @@ def _plan(
     return entries
 
 
-@njit("void(uint64[::1],int32[::1],int32[::1],float32[:,::1])", cache=True, nogil=True)
+@njit(
+    void(reads(uint64, 1), reads(int32, 1), reads(int32, 1), writes(float32, 2)),
+    cache=True,
+    nogil=True,
+)
 def _gather(rows_addr: Any, src: Any, row: Any, out: Any) -> None:
     hidden = out.shape[1]
     for i in range(out.shape[0]):
@@ -113,7 +125,11 @@ def _gather(rows_addr: Any, src: Any, row: Any, out: Any) -> None:
         out[i, :] = carray(_as_f32(start), (hidden,))
 
 
-@njit("void(float32[:,::1],float32[::1],int64[::1],float32[:,::1])", cache=True, nogil=True)
+@njit(
+    void(reads(float32, 2), reads(float32, 1), reads(int64, 1), writes(float32, 2)),
+    cache=True,
+    nogil=True,
+)
 def _scatter_add(y: Any, weight: Any, dest: Any, partial: Any) -> None:
     for i in range(y.shape[0]):
         into = partial[dest[i]]
@@ -121,15 +137,15 @@ def _scatter_add(y: Any, weight: Any, dest: Any, partial: Any) -> None:
             into[j] += weight[i] * y[i, j]
 
 
-@njit("boolean(int32[:,::1],int64,int64,int64)", cache=True, nogil=True)
+@njit(boolean(reads(int32, 2), int64, int64, int64), cache=True, nogil=True)
 def _asks(ids: Any, t: Any, first: Any, end: Any) -> Any:
-    for i in range(ids.shape[1]):
+    for i in range(ids.shape[1]):  # noqa: SIM110 - numba has no generator expressions
         if first <= ids[t, i] < end:
             return True
     return False
 
 
-@njit("int64(int32[:,::1],int64[::1],int64[::1])", cache=True, nogil=True)
+@njit(int64(reads(int32, 2), reads(int64, 1), reads(int64, 1)), cache=True, nogil=True)
 def _first_wrong_owner(ids: Any, bounds: Any, partial_counts: Any) -> Any:
     for w in range(partial_counts.shape[0]):
         asked = np.int64(0)
@@ -140,7 +156,11 @@ def _first_wrong_owner(ids: Any, bounds: Any, partial_counts: Any) -> Any:
     return -1
 
 
-@njit("void(int32[:,::1],int64[::1],uint64[::1],float32[:,::1])", cache=True, nogil=True)
+@njit(
+    void(reads(int32, 2), reads(int64, 1), reads(uint64, 1), writes(float32, 2)),
+    cache=True,
+    nogil=True,
+)
 def _combine(ids: Any, bounds: Any, partial_addr: Any, out: Any) -> None:
     hidden = out.shape[1]
     next_addr = partial_addr.copy()
@@ -155,7 +175,7 @@ def _combine(ids: Any, bounds: Any, partial_addr: Any, out: Any) -> None:
 
 
 class MoeScratch:
-    """Everything owner_compute and combine_sum write besides their results, sized once and reused by every layer and launch.
+    """All that owner_compute writes besides its results; made once and used for every layer and launch.
 
     Args:
         rows_max_total:  most rows all sources together may send in one launch (world * rows_max)
@@ -164,7 +184,6 @@ class MoeScratch:
         intermediate:    I
         top_k:           experts per token
         local_experts:   experts of this owner
-        world:           number of ranks
     """
 
     def __init__(
@@ -176,12 +195,11 @@ class MoeScratch:
         *,
         top_k: int,
         local_experts: int,
-        world: int,
     ) -> None:
         require_that(
-            min(rows_max_total, block_rows, hidden, intermediate, top_k, local_experts, world) > 0,
+            min(rows_max_total, block_rows, hidden, intermediate, top_k, local_experts) > 0,
             f"MoeScratch: expected sizes of at least 1, got rows_max_total={rows_max_total}, block_rows={block_rows}, "
-            f"hidden={hidden}, intermediate={intermediate}, top_k={top_k}, local_experts={local_experts}, world={world}",
+            f"hidden={hidden}, intermediate={intermediate}, top_k={top_k}, local_experts={local_experts}",
         )
         # A token names an expert once, so it makes no more entries here than there are experts here.
         entries = rows_max_total * min(top_k, local_experts)
@@ -264,8 +282,8 @@ def combine_sum(ids: NDArray, bounds: NDArray, partial_addr: NDArray, out: NDArr
         out:             f32 [T, D]    in/out
         partial_counts:  int64 [W]     offsets[me + 1] - offsets[me] of each owner
     Writes:   out, rows of tokens with at least one expert
-    Raises:   ShapeError before any kernel runs; FabricError, with out unchanged, if an owner made another number of rows than
-              our ids ask of it
+    Raises:   ShapeError before any kernel runs; FabricError, with out unchanged, if an owner made another number of
+              rows than our ids ask of it
     """
     world = partial_addr.shape[0]
     require("ids", ids, np.int32, (-1, -1))
@@ -276,8 +294,8 @@ def combine_sum(ids: NDArray, bounds: NDArray, partial_addr: NDArray, out: NDArr
     wrong = _first_wrong_owner(ids, bounds, partial_counts)
     if wrong >= 0:
         raise FabricError(
-            f"owner {wrong} made {int(partial_counts[wrong])} partial rows for this rank, its {ids.shape[0]} tokens ask "
-            f"for another number of experts {int(bounds[wrong])}..{int(bounds[wrong + 1]) - 1}"
+            f"owner {wrong} made {int(partial_counts[wrong])} partial rows for this rank, but another number of its "
+            f"{ids.shape[0]} tokens chose one of the experts {int(bounds[wrong])}..{int(bounds[wrong + 1]) - 1}"
         )
     _combine(ids, bounds, partial_addr, out)
 

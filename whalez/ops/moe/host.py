@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import boolean, float32, int32, int64, njit, void
 
-from whalez.ops.checks import NDArray, require, require_that
+from whalez.ops.checks import NDArray, reads, require, require_that, writes
 from whalez.ops.mla._exp import exp_f32
 
 _f32 = np.float32
@@ -21,14 +21,25 @@ def _take_best(score: Any, taken: Any) -> Any:
     """Index of the greatest score not taken yet, the lowest of equal ones; marks it taken. NaN counts as the least."""
     best = -1
     for e in range(score.shape[0]):
-        if not taken[e] and (best < 0 or score[e] > score[best] or (score[best] != score[best] and score[e] == score[e])):
+        if not taken[e] and (
+            best < 0 or score[e] > score[best] or (score[best] != score[best] and score[e] == score[e])
+        ):
             best = e
     taken[best] = True
     return best
 
 
 @njit(
-    "void(float32[:,::1],float32[::1],boolean,float32,int64,int64,int32[:,::1],float32[:,::1])",
+    void(
+        reads(float32, 2),
+        reads(float32, 1),
+        boolean,
+        float32,
+        int64,
+        int64,
+        writes(int32, 2),
+        writes(float32, 2),
+    ),
     cache=True,
     nogil=True,
 )
@@ -72,7 +83,7 @@ def _route(
             weights[t, i] *= factor
 
 
-@njit("void(float32[:,::1],float32[:,::1])", cache=True, nogil=True)
+@njit(void(reads(float32, 2), writes(float32, 2)), cache=True, nogil=True)
 def _swiglu(gate_up: Any, out: Any) -> None:
     width = out.shape[1]
     for t in range(out.shape[0]):
@@ -113,7 +124,7 @@ def route(
     require("ids", ids, np.int32, (tokens, top_k))
     require("weights", weights, _f32, (tokens, top_k))
     require_that(
-        0 < num_groups and experts % num_groups == 0, f"num_groups: expected a divisor of {experts}, got {num_groups}"
+        num_groups > 0 and experts % num_groups == 0, f"num_groups: expected a divisor of {experts}, got {num_groups}"
     )
     require_that(0 < topk_groups <= num_groups, f"topk_groups: expected 1..{num_groups}, got {topk_groups}")
     allowed = topk_groups * (experts // num_groups)
