@@ -113,7 +113,7 @@ class World:
     def own(self, rank):
         first, end = self.bounds[rank], self.bounds[rank + 1]
         rows = max(1, int(self.counts.sum()))
-        sizes = {"top_k": self.top_k, "local_experts": int(end - first)}
+        sizes = {"top_k": self.top_k, "local_experts": int(end - first), "world": len(self.counts)}
         scratch = MoeScratch(rows, self.block_rows, HIDDEN, INNER, **sizes)
         owner_compute(
             self.addresses(self.ids), self.addresses(self.weights), self.addresses(self.x), self.counts, int(first),
@@ -251,7 +251,7 @@ def test_refuses_before_any_kernel():
         "w2": world.w2[:3],
         "partial": world.partial[0],
         "offsets": world.offsets[0],
-        "scratch": MoeScratch(16, 4, HIDDEN, INNER, top_k=2, local_experts=3),
+        "scratch": MoeScratch(16, 4, HIDDEN, INNER, top_k=2, local_experts=3, world=2),
     }
     for change in [
         {"counts": np.array([10, 7])},

@@ -11,12 +11,20 @@ from numba.extending import intrinsic
 _f32 = np.float32
 
 
-@intrinsic
-def _bits_to_f32(typingctx: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
+def _f32_of_bits() -> Any:
+    """An intrinsic that takes an int32 for the bits of an f32."""
 
-    return types.float32(types.int32), codegen
+    @intrinsic
+    def convert(typingctx: Any, bits: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(types.float32))
+
+        return types.float32(types.int32), codegen
+
+    return convert
+
+
+_bits_to_f32 = _f32_of_bits()
 
 
 @njit(cache=True, nogil=True, fastmath={"contract"})

@@ -1,8 +1,8 @@
 """Both ends of the expert exchange: what an owner computes for all sources, and what a source adds up of all owners.
 
 Peers' regions are raw addresses (uint64 [W], one per rank in rank order), so a slab may be anywhere. The rows of one
-owner's partial region lie source after source; inside a source they are numbered in the order of those of its tokens that
-chose at least one of the owner's experts. The source finds the same numbers from its own ids, so no index travels.
+owner's partial region lie source after source; inside a source they are numbered in the order of those of its tokens
+that chose at least one of the owner's experts. The source finds the same numbers from its own ids, so no index travels.
 
 Sums have one order: experts ascending inside an owner, owners ascending at the source.
 
@@ -184,6 +184,7 @@ class MoeScratch:
         intermediate:    I
         top_k:           experts per token
         local_experts:   experts of this owner
+        world:           number of sources
     """
 
     def __init__(
@@ -195,17 +196,20 @@ class MoeScratch:
         *,
         top_k: int,
         local_experts: int,
+        world: int,
     ) -> None:
         require_that(
-            min(rows_max_total, block_rows, hidden, intermediate, top_k, local_experts) > 0,
+            min(rows_max_total, block_rows, hidden, intermediate, top_k, local_experts, world) > 0,
             f"MoeScratch: expected sizes of at least 1, got rows_max_total={rows_max_total}, block_rows={block_rows}, "
-            f"hidden={hidden}, intermediate={intermediate}, top_k={top_k}, local_experts={local_experts}",
+            f"hidden={hidden}, intermediate={intermediate}, top_k={top_k}, local_experts={local_experts}, "
+            f"world={world}",
         )
         # A token names an expert once, so it makes no more entries here than there are experts here.
         entries = rows_max_total * min(top_k, local_experts)
         self.rows_max_total = rows_max_total
         self.block_rows = block_rows
         self.top_k = top_k
+        self.world = world
         self.starts = np.empty(local_experts + 1, np.int64)
         self.src = np.empty(entries, np.int32)
         self.row = np.empty(entries, np.int32)
@@ -252,7 +256,10 @@ def owner_compute(
     require("w2", w2, _f32, (experts, hidden, scratch.a.shape[1]))
     require("rows_addr", rows_addr, np.uint64, (world,))
     require("partial", partial, _f32, (-1, hidden))
-    require_that(scratch.starts.shape[0] == experts + 1, f"scratch: made for other than {experts} local experts")
+    require_that(
+        scratch.starts.shape[0] == experts + 1 and scratch.world == world,
+        f"scratch: made for {scratch.starts.shape[0] - 1} experts and {scratch.world} ranks, got {experts} and {world}",
+    )
     total = int(counts.sum())
     require_that(
         total <= min(scratch.rows_max_total, partial.shape[0]),
