@@ -1,5 +1,6 @@
 """GFLOP/s of the MLA and MoE ops on one core (bench id `ops_mla`): python bench/ops_mla.py [--quick]"""
 
+# ruff: noqa: E402 - the thread counts have to be set before numpy loads its BLAS
 from __future__ import annotations
 
 import argparse
@@ -8,7 +9,7 @@ import time
 from collections.abc import Callable
 
 for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
-    os.environ[variable] = "1"  # read when BLAS loads, so before numpy is imported
+    os.environ[variable] = "1"
 
 import numpy as np
 

@@ -26,7 +26,7 @@ def writes(dtype: Any, ndim: int, layout: Literal["C", "A"] = "C") -> Any:
 
 
 def require(name: str, array: NDArray, dtype: Any, shape: tuple[int, ...], *, rows_strided: bool = False) -> None:
-    """`array` must be `dtype` [`shape`] (-1 = any), C-contiguous; with `rows_strided` only its last axis has stride 1."""
+    """`array` must be `dtype` [`shape`] (-1 = any), C-contiguous; `rows_strided` asks only the last axis to be."""
     if array.dtype != dtype or array.ndim != len(shape):
         raise ShapeError(f"{name}: expected {np.dtype(dtype)} {shape}, got {array.dtype} {array.shape}")
     for want, got in zip(shape, array.shape, strict=True):

@@ -58,7 +58,7 @@ def lse_merge(acc: NDArray, acc_lse: NDArray, part: NDArray, part_lse: NDArray, 
         part_lse:  f32 [T, H]     natural log, or log2 with part_base=2.0
         part_base: e or 2.0, the base of part_lse; whalez's own ops write natural logs only. A lse of another base
                    cannot be told from its values, so a caller with a foreign kernel has to name it.
-    Writes:   acc and acc_lse, all rows. Two empty sides give 0 and -inf; a part merged into an empty acc keeps its bits.
+    Writes:   acc and acc_lse, all rows. Two empty sides give 0 and -inf; a part merged into an empty acc keeps its bits
     Raises:   ShapeError before any kernel runs
     """
     require("acc", acc, _f32, (-1, -1, -1))
