@@ -187,11 +187,11 @@ def test_two_runs_give_the_same_bits_and_the_sum_has_one_order():
     assert [out.tobytes() for out in first.run()] == [out.tobytes() for out in second.run()]
     # Owners ascending: out + part 0 + part 1, whatever the order of the choices is.
     ids = np.array([[1, 0], [0, 1]], np.int32)
-    parts = np.array([[[1e8]] * 2, [[-1e8]] * 2], np.float32)
-    out = np.ones((2, 1), np.float32)
+    parts = np.array([[[1]] * 2, [[-1e8]] * 2], np.float32)
+    out = np.full((2, 1), 1e8, np.float32)
     bounds, made = np.array([0, 1, 2]), np.array([2, 2])
     combine_sum(ids, bounds, np.array([p.ctypes.data for p in parts], np.uint64), out, made)
-    assert out.tolist() == [[0.0], [0.0]]  # (1 + 1e8) - 1e8 in f32
+    assert out.tolist() == [[0.0], [0.0]]  # (1e8 + 1) - 1e8 in f32; descending it would be 1
 
 
 def test_owner_that_made_another_number_of_rows_is_named():
