@@ -12,7 +12,7 @@ import numpy as np
 from numba import boolean, float32, int32, int64, njit, void
 
 from whalez.ops.checks import NDArray, reads, require, require_that, writes
-from whalez.ops.mla._exp import exp_f32
+from whalez.ops.fastmath import exp_f32
 
 _f32 = np.float32
 _TILE = 1024  # queries for which one block of keys is copied and reused

@@ -11,7 +11,7 @@ import numpy as np
 from numba import boolean, float32, int32, int64, njit, void
 
 from whalez.ops.checks import NDArray, reads, require, require_that, writes
-from whalez.ops.mla._exp import exp_f32
+from whalez.ops.fastmath import sigmoid_f32, silu_f32
 
 _f32 = np.float32
 
@@ -56,7 +56,7 @@ def _route(
     group_kept = np.empty(num_groups, np.bool_)
     for t in range(tokens):
         for e in range(experts):
-            share[e] = _f32(1.0) / (_f32(1.0) + exp_f32(-logits[t, e]))
+            share[e] = sigmoid_f32(logits[t, e])
         for e in range(experts):
             choice[e] = share[e] + bias[e]
         taken[:] = False
@@ -88,8 +88,7 @@ def _swiglu(gate_up: Any, out: Any) -> None:
     width = out.shape[1]
     for t in range(out.shape[0]):
         for i in range(width):
-            gate = gate_up[t, i]
-            out[t, i] = gate / (_f32(1.0) + exp_f32(-gate)) * gate_up[t, width + i]
+            out[t, i] = silu_f32(gate_up[t, i]) * gate_up[t, width + i]
 
 
 def route(
