@@ -114,3 +114,13 @@ class WeightMismatch(CheckpointError):
         self.missing = tuple(missing)
         self.unused = tuple(unused)
         self.wrong_shape = tuple(wrong_shape)
+
+
+class PlanDiffers(ProtocolError):
+    """A gathered plan is not the one this rank computes from the same descriptor; names the field."""
+
+    def __init__(self, field: str, expected: object, got: object) -> None:
+        super().__init__(f"plan.{field}: expected {expected}, got {got}; do all ranks run the same configuration?")
+        self.field = field
+        self.expected = expected
+        self.got = got

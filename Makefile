@@ -1,0 +1,42 @@
+# Everything installs itself: `make demo` and `make test` need Python 3.11+ and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest --durations=10
+
+.PHONY: demo test test-long bench lint types contracts check clean
+
+demo: $(READY)
+	$(BIN)/python tools/demo.py
+
+test: $(READY)
+	$(PYTEST) -m "not slow and not gpu"
+
+test-long: $(READY)
+	$(PYTEST) -m "not gpu" --timeout 900
+
+bench: $(READY)
+	$(BIN)/python -m bench
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+contracts: $(READY)
+	$(BIN)/lint-imports
+
+check: lint types contracts test
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whalez needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) checkpoints build *.egg-info

@@ -1,0 +1,1 @@
+"""Measurements, each with a correctness gate before it and a ratio measured side by side in the same run."""

@@ -1,0 +1,49 @@
+"""The fast forward pass against the float64 reference: every position, all chunkings, windows and decode."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.equal import assert_choices_close, relative_error
+from helpers.solo import solo
+from whalez.model.checkpoint import read_tensors
+from whalez.model.config import KimiLinearConfig
+from whalez.model.naive import naive_forward
+
+TOKENS = np.random.default_rng(7).integers(0, 256, 333)
+
+
+@pytest.mark.parametrize("chunk", [333, 64, 100, 1])
+def test_every_position_agrees_with_the_reference(tiny_dir: Path, chunk: int) -> None:
+    tokens = TOKENS[:40] if chunk == 1 else TOKENS
+    with solo(tiny_dir, chunk_tokens=max(chunk, 64)) as one:
+        logits = one.prefill(tokens, chunk)
+        config, tensors = KimiLinearConfig.from_dir(tiny_dir), read_tensors(tiny_dir)
+        free = naive_forward(config, tensors, tokens)
+        assert_choices_close(one.choices, free.choices, free.margins)
+        reference = naive_forward(config, tensors, tokens, one.choices)
+    assert relative_error(logits, reference.logits).max() <= 1e-4
+
+
+def test_decode_continues_the_prefill(tiny_dir: Path) -> None:
+    with solo(tiny_dir) as one:
+        one.prefill(TOKENS[:200], 200)
+        decoded = [one.decode(int(token), 200 + i) for i, token in enumerate(TOKENS[200:210])]
+        whole = one.prefill(TOKENS[:210], 210)
+    assert relative_error(np.stack(decoded), whole[200:]).max() <= 1e-4
+
+
+def test_a_context_that_fits_one_window_gives_the_same_bits(tiny_dir: Path) -> None:
+    with solo(tiny_dir, attention_window=333) as one:
+        exact = one.prefill(TOKENS, 333)
+    with solo(tiny_dir, attention_window=16896) as one:
+        assert (one.prefill(TOKENS, 333) == exact).all()
+
+
+@pytest.mark.parametrize("window", [332, 128, 50])
+def test_windows_fold_to_the_same_logits(tiny_dir: Path, window: int) -> None:
+    with solo(tiny_dir) as one:
+        exact = one.prefill(TOKENS, 333)
+    with solo(tiny_dir, attention_window=window) as one:
+        assert relative_error(one.prefill(TOKENS, 100), exact).max() <= 1e-4

@@ -1,0 +1,265 @@
+"""Settings: what must be equal on every rank, what belongs to one, and the only reader of flags and environment.
+
+Rule 1: `FleetConfig` is equal on all ranks; its `fingerprint()` travels in the hello, a difference is refused by field.
+Rule 2: nothing below this file reads `sys.argv` or `os.environ`; classes take the numbers they use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from whalez.errors import ConfigError
+
+PROTOCOL_VERSION = 1
+SETTINGS_FILE = "whalez.json"  # beside config.json: the fleet settings a checkpoint brings along
+BUCKETS = (256, 512, 1056, 2112, 4224, 8448, 16896)
+
+
+def _require(ok: bool, field: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ConfigError(f"{field}: expected {expected}, got {got!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Equal on every rank of a fleet."""
+
+    world: int  #: ranks
+    chunk_tokens: int = 2048  #: most prompt rows of one launch of the local lane
+    buckets: tuple[int, ...] = BUCKETS  #: ascending row counts; a segment never exceeds the one covering the mean
+    segment_floor: int = 2048  #: fewest tokens of a whale segment
+    whale_min: int = 4096  #: shortest prompt a gang is gathered for; at least 2 x segment_floor
+    max_ctx: int = 65536  #: most tokens of a request, prompt and generated
+    armed_rows: int = 256  #: most prompt rows of a launch while a whale is gathered or committed
+    node_ranks: int  #: ranks of one machine; gangs are aligned to it where they fit
+    slots: int = 16  #: requests that hold state on one rank at once
+    page_tokens: int = 64  #: tokens of one cache page
+    cache_tokens: int = 0  #: tokens the latent cache of a rank holds; 0 = 2 x max_ctx
+    attention_window: int = 16896  #: rows of context expanded at once in MLA prefill
+    gather_deadline_s: float = 2.0  #: a gather older than this and than 64 launches is cancelled
+    stall_s: float = 2.0  #: /health turns 503 when the progress word has not moved for this long
+    stuck_s: float = 60.0  #: the fleet stops when it has not moved for this long
+
+    def __post_init__(self) -> None:
+        _require(self.world >= 1, "world", "at least 1", self.world)
+        for field in ("chunk_tokens", "segment_floor", "max_ctx", "armed_rows", "node_ranks", "slots", "page_tokens"):
+            _require(getattr(self, field) >= 1, field, "at least 1", getattr(self, field))
+        _require(self.attention_window >= 1, "attention_window", "at least 1 token", self.attention_window)
+        _require(
+            len(self.buckets) > 0 and all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False)),
+            "buckets",
+            "ascending positive row counts",
+            self.buckets,
+        )
+        _require(
+            self.whale_min >= 2 * self.segment_floor,
+            "whale_min",
+            f"at least 2 x segment_floor = {2 * self.segment_floor}",
+            self.whale_min,
+        )
+        _require(self.cache_tokens >= 0, "cache_tokens", "0 or more", self.cache_tokens)
+        for name in ("gather_deadline_s", "stall_s", "stuck_s"):
+            _require(getattr(self, name) > 0, name, "more than 0 seconds", getattr(self, name))
+
+    @property
+    def cache_pages(self) -> int:
+        """Pages of a rank's latent cache."""
+        return -(-(self.cache_tokens or 2 * self.max_ctx) // self.page_tokens)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Field -> value, the part of the hello that must be equal on all ranks."""
+        values = {f.name: json.dumps(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {"protocol": str(PROTOCOL_VERSION), **values}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """Belongs to one rank."""
+
+    rank: int
+    hub: str  #: address rank 0 binds and the others connect to
+    model_dir: Path
+    run_dir: Path  #: link socket, log, traces and post-mortem go here
+    listen: str | None = None  #: H:P of this rank's own HTTP front; None = no front
+    fleet_id: str = "fleet"  #: part of shared-memory names
+    device: str = "cpu"
+    threads: int = 1  #: threads of the GEMM
+    pin: bool = False  #: bound to as many cores of this machine as it has threads
+    grace_s: float = 30.0  #: after SIGTERM the rank's own requests may take this long to finish
+    start_s: float = 300.0  #: how long the world may take to assemble
+    capture: bool = False  #: debug: write hidden rows, logits and expert choices of every request to run_dir
+    trace: bool = False  #: write one line per launch that prefilled something
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "rank", "0 or more", self.rank)
+        _require(self.threads >= 1, "threads", "at least 1", self.threads)
+        _require(self.grace_s >= 0, "grace", "0 or more seconds", self.grace_s)
+        _require(self.device == "cpu", "device", "cpu (the only backend of this version)", self.device)
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------
+class _Buckets(click.ParamType[tuple[int, ...]]):
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"expected whole numbers separated by commas, got {value!r}", param, ctx)
+
+
+_SETTING_HELP: dict[str, str] = {
+    "segment_floor": "Fewest tokens of a whale segment.",
+    "whale_min": "Shortest prompt a gang is gathered for.",
+    "chunk_tokens": "Most prompt rows of one launch of the local lane.",
+    "buckets": "Row counts a segment is capped at.",
+    "max_ctx": "Most tokens of a request, prompt and generated.",
+    "armed_rows": "Most prompt rows of a launch while a whale is pending.",
+    "node_ranks": "Ranks of one machine.",
+    "slots": "Requests that hold state on one rank at once.",
+    "cache_tokens": "Tokens the latent cache of a rank holds.",
+    "attention_window": "Context rows expanded at once in MLA prefill.",
+    "gather_deadline_s": "Seconds after which a gather is cancelled.",
+    "stall_s": "Seconds without progress until /health says 503.",
+    "stuck_s": "Seconds without progress until the fleet stops.",
+}
+
+
+def _setting_type(name: str) -> click.ParamType[Any] | type:
+    if name == "buckets":
+        return _Buckets()
+    return float if name.endswith("_s") else int
+
+
+def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the fleet settings as flags, equal for generate, fleet and rank. An absent flag arrives as None."""
+    for name, text in reversed(_SETTING_HELP.items()):
+        flag = "--" + name.replace("_", "-")
+        command = click.option(flag, name, type=_setting_type(name), default=None, help=text)(command)
+    return command
+
+
+def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: how a local launcher spreads its ranks over this machine."""
+    command = click.option("--pin/--no-pin", default=False, help="Bind every rank to its own cores.")(command)
+    return click.option(
+        "--threads", type=click.IntRange(min=1), default=None, help="GEMM threads of a rank; default: cores / world."
+    )(command)
+
+
+def setting_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The command-line words that hand `settings` (absent values are None) to a rank process."""
+    words: list[str] = []
+    for name in _SETTING_HELP:
+        value = settings.get(name)
+        if value is not None:
+            text = ",".join(map(str, value)) if name == "buckets" else str(value)
+            words += ["--" + name.replace("_", "-"), text]
+    return words
+
+
+def fleet_config(model_dir: Path, world: int, settings: Mapping[str, Any]) -> FleetConfig:
+    """Flags over what the checkpoint's `whalez.json` brings over the defaults.
+
+    A smaller `segment_floor` alone brings the smallest whale down with it.
+    Raises: ConfigError naming the file or field.
+    """
+    path = Path(model_dir) / SETTINGS_FILE
+    merged: dict[str, Any] = {}
+    if path.exists():
+        try:
+            merged = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: expected a JSON object of fleet settings: {error}") from None
+        _require(isinstance(merged, dict), str(path), "a JSON object of fleet settings", merged)
+    flags = {name: value for name, value in settings.items() if value is not None and name in _SETTING_HELP}
+    if "segment_floor" in flags and "whale_min" not in flags:
+        merged.pop("whale_min", None)
+    merged.update(flags)
+    known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
+    for name in merged:
+        _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
+    if "buckets" in merged:
+        merged["buckets"] = tuple(merged["buckets"])
+    merged.setdefault("node_ranks", world)  # a launcher that knows of several machines says so
+    merged.setdefault(
+        "whale_min", 2 * merged.get("segment_floor", FleetConfig.__dataclass_fields__["segment_floor"].default)
+    )
+    return FleetConfig(world=world, **merged)
+
+
+# ---- environment ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a launcher put this process; None where it does not say."""
+
+    launcher: str
+    rank: int | None = None
+    world: int | None = None
+    hub: str | None = None
+    node_ranks: int | None = None
+
+
+def _first_host(nodelist: str) -> str:
+    """First host of a Slurm node list: `gpu[07-09,12],cpu3` -> `gpu07`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
+    return "" if match is None else match.group(1) + (match.group(2) or "")
+
+
+def placement_from_environment(env: Mapping[str, str]) -> Placement:
+    """Rank, world and hub from torchrun, Slurm, Open MPI or a Kubernetes indexed job.
+
+    `WHALEZ_HUB` names the hub under every launcher. Without it: MASTER_ADDR with the port after MASTER_PORT (torchrun
+    itself listens on MASTER_PORT), the first node of a Slurm step, or loopback when all ranks are on this machine.
+    Raises: ConfigError naming the variable.
+    """
+
+    def number(name: str) -> int | None:
+        text = env.get(name)
+        if text is None:
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
+
+    def hub(world: int | None, local: int | None, port: int | None, host: str | None) -> str | None:
+        if "WHALEZ_HUB" in env:
+            return env["WHALEZ_HUB"]
+        if port is None:
+            return None
+        if world is not None and world == local:
+            return f"tcp://127.0.0.1:{port}"
+        return f"tcp://{host}:{port}" if host else None
+
+    master, master_port = env.get("MASTER_ADDR"), number("MASTER_PORT")
+    port = None if master_port is None else master_port + 1
+    if "TORCHELASTIC_RUN_ID" in env or ("RANK" in env and "WORLD_SIZE" in env):
+        world, local = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE")
+        return Placement("torchrun", number("RANK"), world, hub(world, local, port, master), local)
+    if "SLURM_PROCID" in env:
+        world = number("SLURM_NTASKS")
+        per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
+        local = int(per_node.group()) if per_node else None
+        job = number("SLURM_JOB_ID")
+        if port is None and job is not None:
+            port = 15000 + job % 20000  # equal on all ranks of a job, different between jobs
+        host = master or _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+        return Placement("slurm", number("SLURM_PROCID"), world, hub(world, local, port, host), local)
+    if "OMPI_COMM_WORLD_RANK" in env:
+        world, local = number("OMPI_COMM_WORLD_SIZE"), number("OMPI_COMM_WORLD_LOCAL_SIZE")
+        return Placement("openmpi", number("OMPI_COMM_WORLD_RANK"), world, hub(world, local, port, master), local)
+    if "JOB_COMPLETION_INDEX" in env:
+        world = number("WORLD_SIZE")
+        return Placement("kubernetes", number("JOB_COMPLETION_INDEX"), world, hub(world, None, port, master), None)
+    return Placement("none", hub=env.get("WHALEZ_HUB"))

@@ -1,0 +1,256 @@
+"""Slabs in POSIX shared memory: names, allocation, tickets and mappings of the host backend.
+
+Rule 1: a slab is allocated whole before anyone maps it: a full /dev/shm is an error here and never SIGBUS later.
+Rule 2: a name lives from `create` to the barrier; after `unlink` no death of any rank can leave anything behind.
+Rule 3: a ticket comes from a peer: name, size, owner and header are checked before a byte of it is believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import re
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from whalez.errors import ConfigError, FabricError, ShapeError
+from whalez.fabric.layout import HEADER, LINE_BYTES, MAGIC, VERSION, SlabLayout
+from whalez.rendezvous.messages import SlabEntry
+
+_FLEET = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_INCARNATION = re.compile(r"[A-Za-z0-9_.]{1,64}")  # no hyphen: it ends the fleet id in a name
+_TICKET = re.compile(rb"/(whalez-[A-Za-z0-9_.-]{1,200}) ([0-9]{1,19})")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+class HostSlab:
+    """A mapping of one shared-memory slab.
+
+    Owns:      the mapping, and the duplicate of the file descriptor that `mmap` keeps with it
+    Closed by: HostSlabs.close; views still alive then keep the memory mapped until they are gone, raw addresses do not
+    """
+
+    def __init__(self, rank: int, memory: mmap.mmap) -> None:
+        self.rank = rank
+        self.nbytes = len(memory)
+        self._memory: mmap.mmap | None = memory
+        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A C-contiguous array over the slab. Raises ShapeError when it does not fit or is not aligned."""
+        assert self._bytes is not None, "slab is closed"
+        kind = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=object)) * kind.itemsize
+        if min(offset, *shape, 0) < 0 or offset + nbytes > self.nbytes or offset % min(kind.alignment, 8):
+            raise ShapeError(f"slab of rank {self.rank}: {shape} of {kind} at byte {offset} of {self.nbytes}")
+        return self._bytes[offset : offset + nbytes].view(kind).reshape(shape)
+
+    def close(self) -> None:
+        """Unmap. Idempotent."""
+        memory, self._memory, self._bytes = self._memory, None, None
+        if memory is not None:
+            with contextlib.suppress(BufferError):  # a view is alive: the last one unmaps
+                memory.close()
+
+
+class HostSlabs:
+    """SlabProvider over /dev/shm.
+
+    Owns:      the name of the own slab until `unlink`, the mappings of all slabs until `close`
+    Closed by: whoever made it; a context manager
+
+    `directory` and `fallocate` are there for tests: another tmpfs, or one that is full.
+    """
+
+    def __init__(
+        self,
+        layout: SlabLayout,
+        *,
+        fleet_id: str,
+        rank: int,
+        incarnation: str,
+        directory: str = "/dev/shm",
+        fallocate: Callable[[int, int, int], None] = os.posix_fallocate,
+    ) -> None:
+        if not _FLEET.fullmatch(fleet_id):
+            raise ConfigError(f"fleet_id: expected 1 to 100 of A-Z a-z 0-9 _ . -, got {fleet_id!r}")
+        if not _INCARNATION.fullmatch(incarnation):
+            raise ConfigError(f"incarnation: expected 1 to 64 of A-Z a-z 0-9 _ ., got {incarnation!r}")
+        assert 0 <= rank < layout.world, rank
+        self.layout = layout
+        self.rank = rank
+        self.incarnation = incarnation
+        self.name = f"/whalez-{fleet_id}-{incarnation}-{rank}"
+        self._directory = directory
+        self._fallocate = fallocate
+        self._slabs: dict[int, HostSlab] = {}
+        self._is_linked = False
+
+    def __enter__(self) -> HostSlabs:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- own slab ---------------------------------------------------------------------------------------------
+    def create(self) -> HostSlab:
+        """Make, allocate and map this rank's slab; its header is written. Raises FabricError, leaving no name."""
+        assert self.rank not in self._slabs, "created twice"
+        path = self._directory + self.name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise FabricError(f"slab of rank {self.rank}: cannot create {path}: {error.strerror}") from error
+        self._is_linked = True
+        try:
+            self._allocate(fd, path)
+            slab = self._map(self.rank, fd)
+        except BaseException:
+            self.unlink()
+            raise
+        finally:
+            os.close(fd)
+        self._slabs[self.rank] = slab
+        self._write_header(slab)
+        return slab
+
+    def _map(self, rank: int, fd: int) -> HostSlab:
+        try:
+            return HostSlab(rank, mmap.mmap(fd, self.layout.nbytes, mmap.MAP_SHARED))
+        except OSError as error:
+            raise FabricError(
+                f"cannot map the slab of rank {rank}, {self.layout.nbytes} bytes: {error.strerror}"
+            ) from error
+
+    def _allocate(self, fd: int, path: str) -> None:
+        need = self.layout.nbytes
+        try:
+            self._fallocate(fd, 0, need)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise FabricError(
+                    f"slab of rank {self.rank}: cannot allocate {need} bytes in {path}: {error.strerror}"
+                ) from error
+            space = os.statvfs(self._directory)
+            advised = -(-need * self.layout.world // 2**20) + 16
+            raise FabricError(
+                f"slab of rank {self.rank} needs {need} bytes, but {self._directory} has "
+                f"{space.f_bavail * space.f_frsize} free. The {self.layout.world} slabs of this fleet need "
+                f"{need * self.layout.world} bytes together: in a container start it with --shm-size={advised}m, "
+                f"elsewhere `mount -o remount,size={advised}m {self._directory}`, or use fewer ranks or smaller chunks"
+            ) from error
+
+    def _write_header(self, slab: HostSlab) -> None:
+        header = self.layout.view(slab, "header")
+        header["version"] = VERSION
+        header["world"] = self.layout.world
+        header["rank"] = self.rank
+        header["line_bytes"] = LINE_BYTES
+        header["nbytes"] = self.layout.nbytes
+        header["incarnation"] = np.void(_digest(self.incarnation))
+        header["spec"] = np.void(_digest(repr(self.layout.spec)))
+        header["magic"] = MAGIC
+
+    @property
+    def ticket(self) -> bytes:
+        """Name and size of the own slab, for SlabEntry.ticket."""
+        assert self.rank in self._slabs, "no slab yet"
+        return f"{self.name} {self.layout.nbytes}".encode()
+
+    # ---- peers' slabs -----------------------------------------------------------------------------------------
+    def open(self, entry: SlabEntry) -> HostSlab:
+        """Map the slab of another rank. Raises FabricError naming the claim that does not hold."""
+        rank = entry.rank
+        assert rank != self.rank, "the own slab is mapped by create"
+        if not 0 <= rank < self.layout.world or rank in self._slabs:
+            raise self._rejected(entry, "rank", f"a new one below {self.layout.world}", rank)
+        match = _TICKET.fullmatch(entry.ticket)
+        if match is None:
+            raise self._rejected(entry, "ticket", "'/whalez-<fleet>-<incarnation>-<rank> <bytes>'", entry.ticket[:300])
+        if int(match[2]) != self.layout.nbytes:
+            raise self._rejected(entry, "size of the ticket", self.layout.nbytes, int(match[2]))
+        path = f"{self._directory}/{match[1].decode()}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise FabricError(f"ticket of rank {rank} rejected: cannot open {path}: {error.strerror}") from error
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise self._rejected(entry, "owner", f"a file of user {os.geteuid()}", f"one of {found.st_uid}")
+            # A mapping beyond the end of the file would be SIGBUS at first touch.
+            if found.st_size != self.layout.nbytes:
+                raise self._rejected(entry, "size of the file", self.layout.nbytes, found.st_size)
+            slab = self._map(rank, fd)
+        finally:
+            os.close(fd)
+        try:
+            self._check_header(entry, slab)
+        except FabricError:
+            slab.close()
+            raise
+        self._slabs[rank] = slab
+        return slab
+
+    def open_all(self, entries: Sequence[SlabEntry]) -> list[HostSlab]:
+        """Map the table of the world; own slab included, in rank order. Raises FabricError."""
+        if [entry.rank for entry in entries] != list(range(self.layout.world)):
+            raise FabricError(f"slab table: expected ranks 0..{self.layout.world - 1}, got {[e.rank for e in entries]}")
+        return [self._slabs[self.rank] if entry.rank == self.rank else self.open(entry) for entry in entries]
+
+    def _check_header(self, entry: SlabEntry, slab: HostSlab) -> None:
+        header = slab.view(0, (1,), HEADER)[0]
+        for field, expected in (
+            ("magic", MAGIC),
+            ("version", VERSION),
+            ("world", self.layout.world),
+            ("rank", entry.rank),
+            ("line_bytes", LINE_BYTES),
+            ("nbytes", self.layout.nbytes),
+        ):
+            if int(header[field]) != expected:
+                raise self._rejected(entry, field, expected, int(header[field]))
+        if header["incarnation"].tobytes() != _digest(entry.incarnation):
+            raise self._rejected(entry, "incarnation", entry.incarnation, "another")
+        if header["spec"].tobytes() != _digest(repr(self.layout.spec)):
+            raise self._rejected(entry, "spec", self.layout.spec, "another of the same size")
+
+    @staticmethod
+    def _rejected(entry: SlabEntry, field: str, expected: object, got: object) -> FabricError:
+        return FabricError(f"ticket of rank {entry.rank} rejected: {field}: expected {expected}, got {got}")
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+    def unlink(self) -> None:
+        """Remove the own name; the mappings live on. Idempotent."""
+        if self._is_linked:
+            self._is_linked = False
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._directory + self.name)
+
+    def close(self) -> None:
+        """Unlink if still linked, unmap all. Close the Bells first. Idempotent."""
+        self.unlink()
+        slabs, self._slabs = self._slabs, {}
+        for slab in slabs.values():
+            slab.close()
+
+
+def remove_leftovers(fleet_id: str, directory: str = "/dev/shm") -> list[str]:
+    """Unlink what ranks of this fleet left that died before the barrier. For the launcher, when all are gone."""
+    pattern = re.compile(rf"whalez-{re.escape(fleet_id)}-[A-Za-z0-9_.]{{1,64}}-[0-9]+")
+    names = sorted(name for name in os.listdir(directory) if pattern.fullmatch(name))
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{directory}/{name}")
+    return names

@@ -1,0 +1,334 @@
+"""`python -m whalez.rank`: one rank process, put together from its parts. The composition root."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from threadpoolctl import threadpool_limits
+
+from whalez.config import (
+    FleetConfig,
+    RankConfig,
+    fleet_config,
+    fleet_options,
+    placement_from_environment,
+    rank_options,
+)
+from whalez.engine.health import Health
+from whalez.engine.launch import LaunchRunner
+from whalez.engine.loop import Loop, explain
+from whalez.engine.records import Capture, TraceFile, write_post_mortem
+from whalez.engine.sizing import plan_policy, slab_spec
+from whalez.errors import ConfigError, WhalezError
+from whalez.fabric.doorbell import BELL_KINDS, Bells
+from whalez.fabric.host import HostSlabs
+from whalez.fabric.layout import SlabLayout
+from whalez.hub.zmq_hub import ZmqHub
+from whalez.hub.zmq_link import LinkServer
+from whalez.model.cache import StateCache
+from whalez.model.checkpoint import load_weights, model_hash
+from whalez.model.config import KimiLinearConfig
+from whalez.model.exchange import Hooks
+from whalez.model.forward import Forward
+from whalez.model.trace import Stopwatch
+from whalez.model.weights import expert_bounds
+from whalez.parallel.context import GangViews, WindowMap
+from whalez.parallel.expert import PairedExperts
+from whalez.planning import check_plan
+from whalez.rendezvous.member import Member
+from whalez.rendezvous.messages import Hello, SlabEntry
+from whalez.serve.links import link_address
+from whalez.serve.process import front_command
+
+
+class RankProcess:
+    """Everything one rank owns. `run` returns its exit code; whatever happens, nothing is left behind."""
+
+    def __init__(self, rank: RankConfig, fleet: FleetConfig) -> None:
+        self.rank, self.fleet = rank, fleet
+        self.incarnation = secrets.token_hex(8)
+        self.loop: Loop | None = None
+        self._closers: list[Any] = []  # closed in reverse order
+        self._signals = 0
+
+    def run(self) -> int:
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        self.rank.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            loop = self._start()
+            loop.run()
+        except WhalezError as error:
+            self._fail(error, traceback.format_exc())
+            print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
+            return 1
+        finally:
+            for close in reversed(self._closers):
+                close()
+        return 0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """First signal: leave within the grace. Second, or before the world runs: exit now."""
+        self._signals += 1
+        if self.loop is None or self._signals > 1:
+            for close in reversed(self._closers):
+                close()
+            os._exit(128 + number)
+        self.loop.drain(self.rank.grace_s)
+
+    def _start(self) -> Loop:
+        rank, fleet = self.rank, self.fleet
+        config = KimiLinearConfig.from_dir(rank.model_dir)
+        if config.moe_layers and fleet.world > config.num_experts:
+            raise ConfigError(f"world: expected at most {config.num_experts} (the model's experts), got {fleet.world}")
+        policy = plan_policy(config, fleet)
+        spec = slab_spec(config, fleet, policy)
+        limits = threadpool_limits(rank.threads)
+        self._closers.append(limits.restore_original_limits)
+
+        health = Health(
+            rank=rank.rank,
+            world=fleet.world,
+            incarnation=self.incarnation,
+            model=rank.model_dir.resolve().name,
+            vocab_size=config.vocab_size,
+            max_ctx=fleet.max_ctx,
+            stall_s=fleet.stall_s,
+        )
+        health.eos_tokens = config.eos_token_ids
+        link = LinkServer(
+            link_address(rank.run_dir, rank.rank),
+            lambda client, request: self._submit(client, request),
+            health.status,
+        )
+        self._closers.append(link.close)
+
+        weights = load_weights(rank.model_dir, config, rank.rank, fleet.world)
+        fingerprint = {
+            **fleet.fingerprint(),
+            "model": model_hash(rank.model_dir),
+            "cost": repr(policy.cost),
+        }
+
+        layout = SlabLayout.from_spec(spec)
+        slabs = HostSlabs(layout, fleet_id=rank.fleet_id, rank=rank.rank, incarnation=self.incarnation)
+        self._closers.append(slabs.close)
+        slabs.create()
+        all_here = rank.hub.startswith(("ipc://", "tcp://127."))  # whatever node_ranks says about placement
+        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=None if all_here else fleet.node_ranks)
+        self._closers.append(hub.close)
+        entry = SlabEntry(
+            rank=rank.rank,
+            incarnation=self.incarnation,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            ticket=slabs.ticket,
+        )
+        table = hub.start(Hello(entry=entry, world=fleet.world, fingerprint=fingerprint), rank.start_s)
+        mapped = slabs.open_all(table)
+        hub.mapped(rank.start_s)
+        slabs.unlink()
+
+        watch = Stopwatch(config.num_hidden_layers)
+        bells = Bells(
+            layout,
+            mapped,
+            rank.rank,
+            stuck_s=fleet.stuck_s,
+            steps_per_launch=2 * max(len(config.moe_layers), 1),
+        )
+        self._closers.append(bells.close)
+        cache = StateCache(config, slots=fleet.slots, pages=fleet.cache_pages, page_tokens=fleet.page_tokens)
+        experts = PairedExperts(
+            bells,
+            layout,
+            mapped,
+            rank=rank.rank,
+            expert_bounds=expert_bounds(config.num_experts, fleet.world),
+            moe_layers=len(config.moe_layers),
+            top_k=config.num_experts_per_token,
+            hidden=config.hidden_size,
+            intermediate=config.moe_intermediate_size,
+            watch=watch,
+        )
+
+        def raise_failure() -> None:
+            if hub.failure is not None:
+                raise hub.failure
+
+        experts.on_slice = raise_failure
+        forward = Forward(config, weights, cache, experts, attention_window=fleet.attention_window)
+
+        def progress(layer: int) -> None:
+            bells.raise_progress()
+            health.moved()
+
+        trace = TraceFile(rank.run_dir, rank.rank) if rank.trace else None
+        if trace is not None:
+            self._closers.append(trace.close)
+        self._link, self._health = link, health
+        loop = Loop(
+            rank=rank.rank,
+            fleet=fleet,
+            policy=policy,
+            rows_max=spec.rows_max - fleet.slots,
+            cores=max(1, (os.cpu_count() or 1) // rank.threads) if fleet.node_ranks >= fleet.world else None,
+            member=Member(
+                rank.rank,
+                fleet.world,
+                policy=policy,
+                check=check_plan,
+                slip_max_ns=int(fleet.gather_deadline_s * 1e9),
+            ),
+            hub=hub,
+            bells=bells,
+            runner=LaunchRunner(config, forward, experts, Hooks(watch, progress), capture=rank.capture),
+            cache=cache,
+            views=GangViews(layout, mapped),
+            windows=WindowMap(config.kda_layers, config.mla_layers),
+            reply=link.reply,
+            trace=trace,
+            capture=Capture(rank.run_dir, rank.rank) if rank.capture else None,
+        )
+        self.loop = loop
+        hub.set_waker(bells.wake)
+        self._start_front()
+        health.loop = loop
+        return loop
+
+    def _submit(self, client: bytes, request: Any) -> None:
+        if self.loop is None:
+            raise WhalezError("the rank is starting")
+        self.loop.submit(client, request)
+
+    def _start_front(self) -> None:
+        """The HTTP front of this rank, a process of its own."""
+        rank = self.rank
+        if rank.listen is None:
+            return
+        command = front_command(
+            [link_address(rank.run_dir, rank.rank)],
+            rank.listen,
+            rank.model_dir.resolve().name,
+            model_dir=str(rank.model_dir),
+            parent=os.getpid(),
+        )
+        front = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+        def stop() -> None:
+            front.terminate()
+            try:
+                front.wait(1.0)
+            except subprocess.TimeoutExpired:
+                front.kill()
+                front.wait()
+
+        self._closers.append(stop)
+
+    def _fail(self, error: WhalezError, trace: str) -> None:
+        """End the requests with an error that says why, and leave a post-mortem."""
+        record: dict[str, Any] = {
+            "rank": self.rank.rank,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": trace,
+        }
+        loop = self.loop
+        if loop is not None:
+            self._health.failure = str(error)
+            bells = loop.bells
+            record |= {
+                "launch": loop.launch,
+                "waiting_for": bells.status(self.rank.rank)._asdict(),
+                "peers": {
+                    peer: {
+                        "progress": bells.progress(peer),
+                        "launch_count": bells.launch_count(peer),
+                        "bells": {name: bells.seen(kind, peer) for kind, name in enumerate(BELL_KINDS)},
+                        "waiting_for": bells.status(peer)._asdict(),
+                    }
+                    for peer in range(self.fleet.world)
+                },
+                "story": list(loop.member.story),
+                "running": loop.scheduler.running_count,
+                "waiting": loop.scheduler.waiting_count,
+            }
+            loop.fail_all(explain(error))
+        write_post_mortem(self.rank.run_dir, self.rank.rank, record)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--rank", type=int, default=None, help="This process's rank; default: from the launcher's environment.")
+@click.option("--world", type=int, default=None, help="Ranks of the fleet; default: from the launcher's environment.")
+@click.option("--hub", default=None, help="Where rank 0 listens: tcp://IP:PORT or ipc:///path.")
+@click.option("--model", "model_dir", type=click.Path(path_type=Path), required=True, help="Hugging Face folder.")
+@click.option("--run", "run_dir", type=click.Path(path_type=Path), required=True, help="Folder for sockets and logs.")
+@click.option("--listen", default=None, help="H:P of this rank's HTTP front.")
+@click.option("--fleet-id", default="fleet", help="Part of shared-memory names.")
+@click.option("--device", default="cpu")
+@click.option("--grace", "grace_s", type=float, default=30.0, help="Seconds that requests may take to end on SIGTERM.")
+@click.option("--start-timeout", "start_s", type=float, default=300.0, help="Seconds the world may take to assemble.")
+@click.option("--capture", is_flag=True, help="Debug: write hidden rows, logits and expert choices to the run folder.")
+@click.option("--trace", is_flag=True, help="Write one line per prefill launch to the run folder.")
+@rank_options
+@fleet_options
+def main(**flags: Any) -> None:
+    """Run one rank of a fleet."""
+    try:
+        place = placement_from_environment(os.environ)
+        number = place.rank if flags["rank"] is None else flags["rank"]
+        world = place.world if flags["world"] is None else flags["world"]
+        hub = flags["hub"] or place.hub
+        for name, value in (("rank", number), ("world", world), ("hub", hub)):
+            if value is None:
+                raise ConfigError(f"{name}: expected --{name} or a launcher's environment, got neither")
+        assert number is not None
+        assert world is not None
+        if not 0 <= number < world:
+            raise ConfigError(f"rank: expected 0..{world - 1}, got {number}")
+        if flags["node_ranks"] is None and place.node_ranks:
+            flags["node_ranks"] = place.node_ranks
+        fleet = fleet_config(flags["model_dir"], world, flags)
+        threads = flags["threads"] or max(1, len(os.sched_getaffinity(0)) // min(world, fleet.node_ranks))
+        rank = RankConfig(
+            rank=number,
+            hub=hub,
+            model_dir=flags["model_dir"],
+            run_dir=flags["run_dir"].resolve(),
+            listen=flags["listen"],
+            fleet_id=flags["fleet_id"],
+            device=flags["device"],
+            threads=threads,
+            pin=flags["pin"],
+            grace_s=flags["grace_s"],
+            start_s=flags["start_s"],
+            capture=flags["capture"],
+            trace=flags["trace"],
+        )
+        if rank.pin:
+            cores = sorted(os.sched_getaffinity(0))
+            first = number % fleet.node_ranks * threads
+            os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(threads)})
+    except WhalezError as error:
+        print(f"whalez: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    code = RankProcess(rank, fleet).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed; taking the interpreter with its LLVM modules down would cost another second
+
+
+if __name__ == "__main__":
+    main()
