@@ -22,13 +22,13 @@ from typing import Any
 
 import msgspec
 
-from whalez.errors import LocalProtocolError, PeerProtocolError, WhalezError
+from whalez.errors import LocalProtocolError, PeerProtocolError, PlanDiffers
 from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
 from whalez.rendezvous import messages as msg
 
-#: Recomputes a plan; raises a WhalezError naming the field that differs: (plan, length, poster, policy, excluded).
+#: Recomputes a plan and raises PlanDiffers by field, as planning.check_plan: (plan, length, poster, policy, excluded).
 PlanCheck = Callable[[GangPlan, int, int, Any, frozenset[int]], object]
 
 STORY_COUNT_MAX = 64
@@ -258,7 +258,7 @@ class Member:
 
     Args:
         rank, world:       this rank, and the number of ranks
-        policy, check:     `check(plan, length, poster, policy, excluded)` recomputes a plan and raises on a difference
+        policy, check:     `check(plan, length, poster, policy, excluded)`: planning.check_plan, or a test's own
         slip_max_ns, slip_max_launches:  a committed whale that is not begun this long after it could be is fatal
                            (both must have passed)
         words_back:        1: the words of launch n-1 decide about launch n; 2 for a loop with one launch in flight
@@ -455,7 +455,7 @@ class Member:
         try:
             length = len(gather.tokens) // 4
             self._check(gather.plan, length, gather.plan.poster, self._policy, frozenset(gather.excluded))
-        except WhalezError as difference:  # the one kind a check raises; it names the field
+        except PlanDiffers as difference:
             return f"rank {self.rank} plans differently: {difference}"
         return ""
 

@@ -205,7 +205,7 @@ class Sequencer:
 
     Args:
         world:         number of ranks
-        policy, plan:  `plan(length, poster, policy, excluded)` gives a GangPlan or a refusal with a `reason`
+        policy, plan:  `plan(length, poster, policy, excluded)`: planning.plan_whale, or a test's own
         slack_start:   launches between the latest count and L at first; then it follows what Readys show
         slack_min:     None: 2, or 3 with words_back 2: below that every whale slips
         slack_max:     bounds what one late message can cost every later whale

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from whalez.errors import ProtocolError, WhalezError
+from whalez.errors import PlanDiffers, ProtocolError
 from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
@@ -103,10 +103,6 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class _PlanDiffers(WhalezError):
-    pass
-
-
 class _Refusal(msgspec.Struct, frozen=True):
     reason: str
 
@@ -136,8 +132,9 @@ def toy_plan(length: int, poster: int, policy: ToyPolicy, excluded: frozenset[in
 
 
 def toy_check(plan: GangPlan, length: int, poster: int, policy: ToyPolicy, excluded: frozenset[int]) -> None:
-    if plan != toy_plan(length, poster, policy, excluded):
-        raise _PlanDiffers(f"gang: {plan.gang}")
+    expected = toy_plan(length, poster, policy, excluded)
+    if plan != expected:
+        raise PlanDiffers("plan", expected, plan)
 
 
 class _Rank:
