@@ -437,7 +437,7 @@ def test_second_ready_raises() -> None:
 def test_what_peers_may_not_say(event: ev.Event) -> None:
     sequencer = new_sequencer()
     tell(sequencer, post())
-    unchanged(sequencer, lambda: sequencer.step(event, 0, 0))
+    unchanged(sequencer, lambda: sequencer.step(event, 1, 7))  # not even the launch is taken over
 
 
 def test_leaving_twice_and_posting_after_leaving() -> None:
