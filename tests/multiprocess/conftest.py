@@ -1,4 +1,4 @@
-"""Fleets of real rank processes over the `tiny` checkpoint; each is started once and shared by the tests of a module."""
+"""Fleets of real rank processes over the `tiny` checkpoint, started once per module."""
 
 from __future__ import annotations
 

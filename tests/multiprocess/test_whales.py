@@ -1,4 +1,4 @@
-"""Whales on a running fleet of four: every poster, two at once, two from one rank, narrow gangs, other people's decode."""
+"""Whales on a running fleet of four: every poster, two at once, two from one rank, narrow gangs, decode of others."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def test_a_short_prompt_waits_for_one_whale_at_most(four: Fleet) -> None:
     whales = [
         four.submit(prompt_of(700, 30 + i), max_tokens=2, poster=i % 4, lane="whale", stop_tokens=()) for i in range(8)
     ]
-    shorts = []
-    for i in range(8):
-        shorts.append(four.generate(prompt_of(20, 50 + i), max_tokens=2, poster=i % 4, lane="local", stop_tokens=()))
+    shorts = [
+        four.generate(prompt_of(20, 50 + i), max_tokens=2, poster=i % 4, lane="local", stop_tokens=()) for i in range(8)
+    ]
     done = [pending.result(60) for pending in whales]
     supersteps = sorted(result.report.entry_launch for result in done)
     assert len(set(supersteps)) == 8
