@@ -97,8 +97,6 @@ def validate(body: Body, tokenizer: Tokenizer, limits: Status, request_id: str, 
         if getattr(body, field) not in neutral:
             raise RequestError(f"{field}: not supported", param=field)
     max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else body.max_tokens
-    if max_tokens < 1:
-        raise RequestError(f"max_tokens: expected at least 1, got {max_tokens}", param="max_tokens")
     temperature = 1.0 if body.temperature is None else body.temperature
     if not 0 <= temperature <= 2:
         raise RequestError(f"temperature: expected 0 to 2, got {temperature}", param="temperature")
@@ -112,7 +110,7 @@ def validate(body: Body, tokenizer: Tokenizer, limits: Status, request_id: str, 
     if lane not in ("auto", "whale", "local"):
         raise RequestError(f'lane: expected "auto", "whale" or "local", got {lane[:40]!r}', param="lane")
     tokens = _prompt_tokens(body.prompt, tokenizer)
-    _check_tokens(tokens, max_tokens, limits)
+    check_tokens(tokens, max_tokens, limits)
     return Ask(
         submit=Submit(
             request_id=request_id,
@@ -149,7 +147,10 @@ def _prompt_tokens(raw: msgspec.Raw | None, tokenizer: Tokenizer) -> list[int]:
     raise RequestError("prompt: expected text, a list of token ids, or a list of one of these", param="prompt")
 
 
-def _check_tokens(tokens: list[int], max_tokens: int, limits: Status) -> None:
+def check_tokens(tokens: list[int], max_tokens: int, limits: Status) -> None:
+    """Limits of the model and the fleet, equal for every way in. Raises RequestError."""
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens: expected at least 1, got {max_tokens}", param="max_tokens")
     if not tokens:
         raise RequestError("prompt: empty", param="prompt")
     if len(tokens) + max_tokens > limits.max_ctx:
