@@ -269,11 +269,11 @@ def _say_urls(fleet: Fleet, listen: str) -> None:
 @fleet_options
 def plan(model: Path, tokens: int, world: int, poster: int, **settings: Any) -> None:
     """Show the gang and the segments a prompt would get, without starting anything."""
-    from whalez.serve.plan import describe_plan
+    from whalez.serve.plan import plan_lines
 
     if poster >= world:
         raise click.BadParameter(f"expected 0 to {world - 1}", param_hint="--poster")
-    for line in describe_plan(model, tokens, world, poster, settings):
+    for line in plan_lines(model, tokens, world, poster, settings):
         click.echo(line)
 
 

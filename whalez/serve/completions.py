@@ -26,7 +26,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class Body(msgspec.Struct, frozen=True):
     """The fields we read. Unknown ones are ignored; null means the default, as OpenAI has it."""
 
-    prompt: msgspec.Raw | None = None
+    prompt: msgspec.Raw = msgspec.Raw()  #: text, ids, or a list of one of these; parsed by `_prompt_tokens`
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -129,13 +129,17 @@ def validate(body: Body, tokenizer: Tokenizer, limits: Status, request_id: str, 
     )
 
 
-def _prompt_tokens(raw: msgspec.Raw | None, tokenizer: Tokenizer) -> list[int]:
-    if raw is None:
+def _prompt_tokens(raw: msgspec.Raw, tokenizer: Tokenizer) -> list[int]:
+    if bytes(raw) in (b"", b"null"):
         raise RequestError("prompt: missing", param="prompt")
     try:
         return _ids.decode(raw)  # by far the longest ones; no Python object but the ids is made
     except msgspec.ValidationError:
+        pass
+    try:
         prompt = _anything.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:  # the outer decoder only looked for the end of the value
+        raise RequestError(f"prompt: not valid JSON: {error}", param="prompt") from None
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     elif isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
