@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-
 from fake_link import FakeLink, answer, status
+
 from whalez.engine.requests import Failed, TokenOut
 from whalez.serve.app import Front
 from whalez.serve.links import Ranks

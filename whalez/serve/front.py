@@ -20,8 +20,8 @@ import uvicorn
 
 from whalez.errors import WhalezError
 from whalez.serve.app import MAX_BODY_BYTES, Front
-from whalez.serve.process import bind, die_with_parent
 from whalez.serve.links import Ranks, connect
+from whalez.serve.process import bind, die_with_parent
 from whalez.serve.tokenizer import load_tokenizer
 
 
