@@ -155,7 +155,7 @@ def generate(
         if out is not None and not out.resolve().parent.is_dir():
             raise click.BadParameter(f"{out.parent} is not a folder", param_hint=str(out))
     capture = logits_out is not None or hidden_out is not None
-    with Fleet(model, world, run_dir=run_dir, progress=_say, **settings) as fleet:
+    with Fleet(model, world, run_dir=run_dir, capture=capture, progress=_say, **settings) as fleet:
         pending = [
             fleet.submit(
                 prompt,
@@ -165,7 +165,6 @@ def generate(
                 temperature=temperature,
                 top_p=top_p,
                 seed=seed,
-                capture=capture,
             )
             for prompt in prompts
         ]

@@ -162,6 +162,9 @@ class _Process:
                 lines = file.read().decode("utf-8", errors="replace").splitlines()
         except OSError:
             return ""
+        for line in reversed(lines):
+            if line.startswith("whalez: "):  # it said itself why
+                return line.removeprefix("whalez: ").removeprefix(f"{self.name}: ")
         return " | ".join([line.strip() for line in lines if line.strip()][-LOG_TAIL_LINES:])
 
     def obituary(self) -> str:
@@ -177,10 +180,9 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     command = [sys.executable, "-m", "whalez.rank", "--rank", str(rank), "--world", str(fleet.world)]
     command += ["--hub", fleet.hub_address, "--model", str(fleet.model), "--run", str(fleet.run_dir)]
     # Its own id keeps this fleet's shared memory apart; the supervisor's stop has no grace.
-    command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--threads", str(fleet.threads)]
-    if fleet.pin:
-        cores = sorted(os.sched_getaffinity(0))
-        command += ["--pin", str(cores[rank * fleet.threads % len(cores)])]
+    command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--start-timeout", str(fleet.start_s)]
+    command += ["--threads", str(fleet.threads)]
+    command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
     if fleet.listen is not None:
         host, port = parse_listen(fleet.listen)
         command += ["--listen", f"{f'[{host}]' if ':' in host else host}:{port + 1 + rank}"]
@@ -202,6 +204,9 @@ class Fleet:
             fleet, unless a post-mortem lies in it
         threads: GEMM threads of a rank; None: cores / world
         pin: bind every rank to cores of its own
+        capture: have every rank write logits and hidden rows of each request to run_dir/capture/<request id>
+        trace: have every rank write one line per prefill launch to run_dir
+        start_s: the world has this long to come up
         progress: called with one line for each thing that happened
         settings: fleet settings by name (`segment_floor=64`), see `FleetConfig`
     """
@@ -215,9 +220,11 @@ class Fleet:
         run_dir: str | Path | None = None,
         threads: int | None = None,
         pin: bool = False,
+        capture: bool = False,
+        trace: bool = False,
         start_s: float = START_S,
         progress: Callable[[str], None] | None = None,
-        command: RankCommand = rank_command,
+        command: RankCommand | None = None,
         **settings: Any,
     ) -> None:
         self.model = Path(model)
@@ -235,14 +242,16 @@ class Fleet:
         self.settings = settings
         self.threads = threads or max(1, len(os.sched_getaffinity(0)) // world)
         self.pin = pin
+        self.capture = capture
+        self.trace = trace
         self.fleet_id = secrets.token_hex(6)
         self.tokenizer = load_tokenizer(self.model)
         self.run_dir = Path(run_dir) if run_dir is not None else Path()  #: the real one once started
         self.failure: WhalezError | None = None  #: why the fleet is over, once it is
         self._is_own_run_dir = run_dir is None
-        self._start_s = start_s
+        self.start_s = start_s
         self._progress = progress or (lambda line: None)
-        self._command = command
+        self._command = command or rank_command
         self._lock_fd: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -330,12 +339,10 @@ class Fleet:
         top_p: float = 1.0,
         seed: int = 0,
         stop_tokens: Sequence[int] | None = None,
-        capture: bool = False,
     ) -> Pending:
         """Hand a prompt to rank `poster` and return at once; several may be on their way.
 
         stop_tokens: None means the model's end-of-text ids; () runs to max_tokens
-        capture: have every rank write logits and hidden rows to run_dir/capture/<request id>
         Raises: RequestError, ConfigError before anything is sent; the fleet's failure.
         """
         if not 0 <= poster < self.world:
@@ -359,7 +366,7 @@ class Fleet:
             seed=seed,
             stop_tokens=status.eos_tokens if stop_tokens is None else tuple(stop_tokens),
             lane=lane,
-            capture=capture,
+            capture=self.capture,
         )
         self._loop.call_soon_threadsafe(self._begin, submit, pending)
         return pending
@@ -416,7 +423,7 @@ class Fleet:
                     raise self.failure
                 if self._is_stopping:
                     raise Unavailable("the fleet was stopped")
-                if time.monotonic() - began > self._start_s:
+                if time.monotonic() - began > self.start_s:
                     raise WhalezError(self._who_is_late())
             work.result()
         finally:
@@ -427,7 +434,7 @@ class Fleet:
         late = [p for p in self._processes if p.rank is None or self._statuses[p.rank] is None]
         words = late[0].last_words() if late else ""
         names = ", ".join(p.name for p in late)
-        return f"not serving after {self._start_s:g} s: {names}" + (f"; last words: {words}" if words else "")
+        return f"not serving after {self.start_s:g} s: {names}" + (f"; last words: {words}" if words else "")
 
     async def _until_serving(self, rank: int) -> None:
         while True:
@@ -509,7 +516,7 @@ class Fleet:
         for process in self._processes:
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
-        for _ in range(20):
+        for _ in range(5):  # a zombie that nobody collects looks alive, so not for long
             if all(p.group_is_gone() for p in self._processes):
                 break
             await asyncio.sleep(0.01)

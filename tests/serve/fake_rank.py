@@ -20,6 +20,8 @@ import time
 from array import array
 from pathlib import Path
 
+import numpy as np
+
 from whalez.engine.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
 from whalez.hub.zmq_link import LinkServer
 from whalez.serve.links import link_address
@@ -27,16 +29,16 @@ from whalez.serve.links import link_address
 
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for flag in ("--rank", "--world", "--threads"):
-        parser.add_argument(flag, type=int)
-    for flag in ("--hub", "--model", "--run", "--listen", "--fleet-id", "--segment-floor", "--grace"):
-        parser.add_argument(flag)
-    args = parser.parse_args()
+    for flag in ("--rank", "--world"):
+        parser.add_argument(flag, type=int, required=True)
+    for flag in ("--model", "--run", "--fleet-id"):
+        parser.add_argument(flag, required=True)
+    args, _ = parser.parse_known_args()
     run_dir = Path(args.run)
     words = json.loads((Path(args.model) / "behave.json").read_text())
     behaviour = words.get(str(args.rank), "")
     if behaviour == "dies":
-        print(f"rank {args.rank}: model.safetensors: tensor lm_head is cut short", file=sys.stderr)
+        print(f"whalez: rank {args.rank}: model.safetensors: tensor lm_head is cut short", file=sys.stderr)
         return 3
     name = f"/dev/shm/whalez-{args.fleet_id}-fake-{args.rank}"  # as if killed before the barrier
     if behaviour == "stubborn":
@@ -65,7 +67,15 @@ def main() -> int:
             server.reply(client, TokenOut(request_id=submit.request_id, index=len(out), token=token))
             out.append(token)
             time.sleep(0.001)
-        report = Report(lane="local", why="fake", poster=args.rank)
+        report = Report(lane="whale", why="fake", poster=args.rank, gang=tuple(range(args.world)))
+        if submit.capture:
+            folder = run_dir / "capture" / submit.request_id
+            folder.mkdir(parents=True)
+            for rank in range(args.world):
+                arrays = {"start": np.int64(10 * rank), "hidden": np.full((2, 3), rank, np.float32)}
+                if rank == args.rank:
+                    arrays["logits"] = np.zeros((1 + len(out), 4), np.float32)
+                np.savez(folder / f"rank-{rank}.npz", **arrays)
         server.reply(
             client,
             Done(

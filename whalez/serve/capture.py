@@ -1,7 +1,6 @@
 """What the ranks captured of a request, gathered into the two files `generate` was asked for.
 
-Every rank writes `RUN/capture/<request id>/rank-<r>.npz` once, under a name it renames at the end:
-logits [1 + generated, vocab] f32 on the poster; hidden [segment rows, D] f32 and start (first position) on each member.
+Every rank writes `RUN/capture/<request id>/rank-<r>.npz` once, under a name it renames at the end (engine/records.py).
 """
 
 from __future__ import annotations
