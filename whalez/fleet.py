@@ -530,9 +530,7 @@ class Fleet:
                 process.signal(signal.SIGTERM)
             await self._end_requests(Unavailable("the fleet is stopping"))
             await self._leave(LEAVE_S)
-        for link in self._links:
-            with contextlib.suppress(WhalezError):
-                await link.close()
+        await asyncio.gather(*(link.close() for link in self._links))
 
     # ---- the loop's thread: requests --------------------------------------------------------------------------
     def _begin(self, submit: Submit, pending: Pending) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -132,17 +132,9 @@ class Ranks:
         able = [view for view in order if not view.trouble]
         if not able:
             raise Unavailable("; ".join(view.trouble for view in self.views))
-        best = min(able, key=_load)
+        best = min(able, key=lambda view: view.load)
         self._turn = best.index + 1
         return best
 
     async def close(self) -> None:
-        for view in self.views:
-            await view.link.close()
-
-
-def _load(view: RankView) -> int:
-    return view.load
-
-
-LinkFactory = Callable[[str], Link]
+        await asyncio.gather(*(view.link.close() for view in self.views))
