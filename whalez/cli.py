@@ -6,6 +6,7 @@ Rule 2: the process boundary: the one place that catches everything, and that ta
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import sys
@@ -280,9 +281,7 @@ def plan(model: Path, tokens: int, world: int, poster: int, **settings: Any) -> 
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def doctor(arguments: tuple[str, ...]) -> int:
     """What this machine has and lacks for a given world and model, and what to do."""
-    from whalez.doctor import main as doctor_main
-
-    return int(doctor_main(list(arguments)) or 0)
+    return int(importlib.import_module("whalez.doctor").main(list(arguments)) or 0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import fcntl
 import operator
 import os
 import queue
+import re
 import secrets
 import shutil
 import signal
@@ -40,6 +41,7 @@ from whalez.serve.tokenizer import load_tokenizer
 LEAVE_S = 1.5  #: what a process has after the signal, or after a peer's death, before it is killed
 START_S = 300.0  #: the world has this long to come up
 LOG_TAIL_LINES = 3
+_DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
 _OUR_KILL = "did not leave and was killed"
 
 #: Runs in the child before the rank's own program. The kernel kills the child when the launcher is gone, however it
@@ -262,6 +264,7 @@ class Fleet:
         self._statuses: list[Status | None] = [None] * world
         self._failing: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._has_served = False
         self._over = threading.Event()
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -409,6 +412,7 @@ class Fleet:
         await self._unless_failed(serving, began)
         if self.listen is not None:
             await self._unless_failed([asyncio.create_task(self._start_front(self.listen))], began)
+        self._has_served = True
         self._progress(f"{self.world} ranks serve after {time.monotonic() - began:.1f} s")
 
     async def _unless_failed(self, tasks: Sequence[asyncio.Task[None]], began: float) -> None:
@@ -488,17 +492,21 @@ class Fleet:
     async def _fail(self, first: _Process) -> None:
         """A process is gone that should not be: the others leave by themselves and say why, or are killed."""
         await self._leave(LEAVE_S)
-        culprit = first
-        if first.rank is not None and not first.killed_by_signal:
-            # A peer may have noticed a killed rank and left before we saw the killed one.
-            killed = [p for p in self._processes if p.rank is not None and p.killed_by_signal]
-            culprit = killed[0] if killed else first
-        if culprit.rank is not None:
-            self.failure = PeerDied(culprit.rank, culprit.obituary())
-        else:
-            self.failure = WhalezError(f"{culprit.name} {culprit.obituary()}")
+        self.failure = self._blame(first)
         await self._end_requests(self.failure)
         self._over.set()
+
+    def _blame(self, first: _Process) -> WhalezError:
+        """Who ended the fleet: a killed rank, even if a peer noticed and left before us; else whom the first one names."""
+        if first.rank is None:
+            return WhalezError(f"{first.name} {first.obituary()}")
+        killed = [p for p in self._processes if p.rank is not None and p.killed_by_signal]
+        if killed:
+            assert killed[0].rank is not None
+            return PeerDied(killed[0].rank, killed[0].obituary())
+        if named := _DEATH.search(first.last_words()):
+            return PeerDied(int(named[1]), named[2])
+        return PeerDied(first.rank, first.obituary())
 
     async def _leave(self, seconds: float) -> None:
         """Wait for all to exit, kill the rest, reap everything."""
@@ -617,7 +625,8 @@ class Fleet:
             os.close(self._lock_fd)
             self._lock_fd = None
         if self._is_own_run_dir and self.run_dir != Path():
-            if self.failure is not None and any(self.run_dir.glob("post-mortem-*.json")):
+            # A fleet that never served has said all there is to say in its error.
+            if self.failure is not None and self._has_served and any(self.run_dir.glob("post-mortem-*.json")):
                 self._progress(f"logs and post-mortems are in {self.run_dir}")
             else:
                 shutil.rmtree(self.run_dir, ignore_errors=True)

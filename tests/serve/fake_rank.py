@@ -5,7 +5,7 @@ Its behaviour is the folder's `behave.json` {rank: word}, so that a test chooses
   dies      prints a reason and exits 3 before it serves
   mute      never serves
   stubborn  ignores SIGTERM, and has a child that does so too
-  tells     exits 1 naming the peer that died, as soon as a peer's pid in peers.json is gone
+  tells     exits 1 naming the peer that died, as soon as a peer's pid in peers.json is gone or stopped
 """
 
 import argparse
@@ -38,6 +38,7 @@ def main() -> int:
     words = json.loads((Path(args.model) / "behave.json").read_text())
     behaviour = words.get(str(args.rank), "")
     if behaviour == "dies":
+        (run_dir / f"post-mortem-{args.rank}.json").write_text("{}")
         print(f"whalez: rank {args.rank}: model.safetensors: tensor lm_head is cut short", file=sys.stderr)
         return 3
     name = f"/dev/shm/whalez-{args.fleet_id}-fake-{args.rank}"  # as if killed before the barrier
@@ -114,8 +115,8 @@ def main() -> int:
         if behaviour == "tells":
             with contextlib.suppress(FileNotFoundError, ValueError):
                 for rank, pid in json.loads((run_dir / "peers.json").read_text()).items():
-                    if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                        print(f"rank {rank} died: noticed by rank {args.rank}", flush=True)
+                    if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZT":
+                        print(f"whalez: rank {args.rank}: rank {rank} died: noticed by rank {args.rank}", flush=True)
                         return 1
     server.close()
     return 0

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -181,16 +182,21 @@ def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> 
         start(world=2, behave={1: "mute"}, start_s=1)
 
 
-def test_a_killed_rank_fails_its_requests_and_the_fleet(start: Callable[..., Fleet], tmp_path: Path) -> None:
-    """Rank 0 notices the death and leaves at once with a word of its own; the killed one is still named."""
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "noticed by rank 0")]
+)
+def test_a_dead_rank_fails_its_requests_and_the_fleet(
+    start: Callable[..., Fleet], tmp_path: Path, number: int, how: str
+) -> None:
+    """Rank 0 notices and leaves at once with a word of its own; the error names the dead one all the same."""
     fleet = start(world=3, behave={0: "tells", 2: "stubborn"}, run_dir=tmp_path / "run")
     waiting = fleet.submit([1], max_tokens=90_000, poster=2)
     next(iter(waiting))
     pids = fleet.pids()
     (tmp_path / "run" / "peers.json").write_text(json.dumps({"1": pids["rank 1"]}))
     began = time.monotonic()
-    os.kill(pids["rank 1"], signal.SIGKILL)
-    with pytest.raises(PeerDied, match="rank 1 died: was killed by SIGKILL"):
+    os.kill(pids["rank 1"], number)
+    with pytest.raises(PeerDied, match=f"^rank 1 died: {how}"):
         fleet.wait()
     assert time.monotonic() - began < 3
     with pytest.raises(PeerDied, match="rank 1"):
@@ -199,6 +205,19 @@ def test_a_killed_rank_fails_its_requests_and_the_fleet(start: Callable[..., Fle
         fleet.generate([1])
     assert leftovers(fleet, pids) == [f"/dev/shm/whalez-{fleet.fleet_id}-fake-2"]  # swept by stop
     assert (tmp_path / "run" / "rank-0.log").exists()
+
+
+def test_post_mortems_of_a_fleet_that_served_are_kept(start: Callable[..., Fleet]) -> None:
+    """One that never served leaves nothing: a rank that dies at its start writes one here, and `start` looks for it."""
+    lines: list[str] = []
+    fleet = start(world=1, progress=lines.append)
+    (fleet.run_dir / "post-mortem-0.json").write_text("{}")
+    os.kill(fleet.pids()["rank 0"], signal.SIGKILL)
+    with pytest.raises(PeerDied):
+        fleet.wait()
+    fleet.stop()
+    assert lines[-1] == f"logs and post-mortems are in {fleet.run_dir}"
+    shutil.rmtree(fleet.run_dir)
 
 
 def test_run_dir_in_use_or_too_deep(start: Callable[..., Fleet], tmp_path: Path) -> None:
