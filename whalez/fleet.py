@@ -497,7 +497,7 @@ class Fleet:
         self._over.set()
 
     def _blame(self, first: _Process) -> WhalezError:
-        """Who ended the fleet: a killed rank, even if a peer noticed and left before us; else whom the first one names."""
+        """Who ended the fleet: a killed rank, even if a peer left before we saw it; else whom the first one names."""
         if first.rank is None:
             return WhalezError(f"{first.name} {first.obituary()}")
         killed = [p for p in self._processes if p.rank is not None and p.killed_by_signal]

@@ -131,6 +131,8 @@ def test_ctrl_c_is_one_line_within_two_seconds(command: Callable[..., Any], mode
     lines = read_until(process, "ranks serve")
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
     process.send_signal(signal.SIGINT)  # an impatient second one changes nothing
     _, err = process.communicate(timeout=5)
     took = time.monotonic() - began

@@ -100,6 +100,7 @@ def free_ports(count: int) -> int:
 # ---- a fleet that works ---------------------------------------------------------------------------------------
 def test_generate_submit_status(start: Callable[..., Fleet]) -> None:
     fleet = start(world=2, segment_floor=64)
+    assert all(os.getpgid(pid) == pid for pid in fleet.pids().values())  # a terminal's Ctrl-C passes them by
     result = fleet.generate([1, 2, 3], max_tokens=4, poster=1)
     assert result.tokens == (2, 3, 4, 2)
     assert (result.finish_reason, result.prompt_tokens, result.report.poster) == ("length", 3, 1)
