@@ -369,7 +369,6 @@ class Fleet:
             seed=seed,
             stop_tokens=status.eos_tokens if stop_tokens is None else tuple(stop_tokens),
             lane=lane,
-            capture=self.capture,
         )
         self._loop.call_soon_threadsafe(self._begin, submit, pending)
         return pending
