@@ -7,6 +7,7 @@ Rule 2: a failure is stored once and reported by every later `drain` and `send`;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from whalez.rendezvous.messages import Hello, Message, SlabEntry
@@ -19,6 +20,22 @@ STARVED_LIMIT_NS = 4_000_000_000
 BEAT_NS = 500_000_000
 #: A watcher that was itself away for so long knows nothing about the silence of others and starts their clocks anew.
 OVERSLEPT_NS = 1_000_000_000
+
+
+#: A vanished process may have said Bye a moment before, by way of rank 0; the word may arrive after the news.
+BYE_GRACE_NS = 200_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class HubLimits:
+    """How much may wait where. A full inbox stops the reading, a full outbox or peer queue is a failure."""
+
+    inbox_count: int = 1024
+    inbox_bytes: int = 1 << 28
+    outbox_count: int = 4096  #: this rank to the sequencer
+    outbox_bytes: int = 1 << 28
+    peer_count: int = 4096  #: the sequencer to one rank
+    peer_bytes: int = 1 << 28
 
 
 @runtime_checkable

@@ -89,8 +89,13 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketO
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
-    """A DEALER that keeps trying to reach `address` in the background. Raises HubError for a malformed address."""
+    """A DEALER that keeps trying to reach `address` in the background. Raises HubError for a malformed address.
+
+    It takes nothing to send before it is connected (EAGAIN), so that what could not be delivered is never queued in
+    the dark.
+    """
     dealer = make_socket(context, zmq.DEALER, options, ipv6=is_ipv6(address))
+    dealer.set(zmq.IMMEDIATE, 1)
     try:
         dealer.connect(address)
     except zmq.ZMQError as error:

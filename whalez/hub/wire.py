@@ -38,9 +38,14 @@ _HEADER = struct.Struct("<4sHHI")
 
 
 class Beat(messages.Message, frozen=True):
-    """Hub thread <-> sequencer's thread: I am running. Says nothing else, is never handed to the loop."""
+    """Hub thread <-> sequencer's thread: I am running. Says nothing else, is never handed to the loop.
+
+    Travels on a connection of its own, so that a prompt of megabytes does not stand in front of it, and now and then
+    on the frames' connection too (`on_frames`), which shows the sequencer if that was cut and made anew.
+    """
 
     rank: int
+    on_frames: bool = False
 
 
 HubMessage = (
@@ -74,7 +79,7 @@ _link_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(LinkAny)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A hub message and the process start it comes from (or, from the hub, is meant for)."""
+    """A hub message and the process start it comes from; the sequencer speaks under that of rank 0."""
 
     incarnation: str
     message: messages.Message
@@ -110,6 +115,11 @@ def decode_link(data: bytes | memoryview) -> requests.Request | requests.Respons
         raise WireError("a link frame carries no incarnation")
     message: requests.Request | requests.Response = _decoded(_link_decoder, body, -INT_MAX)
     return message
+
+
+def check(message: messages.Message) -> None:
+    """Raise the WireError that `encode` would, without making the bytes."""
+    _check(message, type(message).__name__, 0)
 
 
 def _incarnation_bytes(incarnation: str) -> bytes:

@@ -32,7 +32,10 @@ class LinkServer:
         raise NotImplementedError
 
     def reply(self, client: bytes, response: Response) -> None:
-        """Queue a response. Any thread; never blocks. A client that does not read is dropped, its requests cancelled."""
+        """Queue a response. Any thread; never blocks.
+
+        A client that does not read is dropped and its requests are cancelled, so that memory stays bounded.
+        """
         raise NotImplementedError
 
     @property
