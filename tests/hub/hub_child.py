@@ -14,21 +14,25 @@ import time
 from whalez.errors import WhalezError
 from whalez.hub.address import host_identity
 from whalez.hub.zmq_hub import ZmqHub
-from whalez.rendezvous.messages import Bye, Hello, Ready, SlabEntry
+from whalez.rendezvous.effects import Broadcast, SendTo
+from whalez.rendezvous.events import PeerGone, Received
+from whalez.rendezvous.messages import Bye, Died, Hello, Ready, SlabEntry
 
 
 class EchoSequencer:
-    """Sends every Ready back to its sender and its neighbour: enough to see order and loss."""
+    """Sends every Ready on to rank `seq % world`: enough to see order and loss. Leaving and dying as the real one."""
 
     def __init__(self, world):
         self.world = world
 
     def step(self, event, now_ns, launch):
-        from whalez.rendezvous.effects import SendTo
-        from whalez.rendezvous.events import Received
-
-        if isinstance(event, Received) and isinstance(event.message, Ready):
-            return [SendTo(event.message.seq % self.world, event.message)]
+        match event:
+            case Received(message=Ready() as ready):
+                return [SendTo(ready.seq % self.world, ready)]
+            case Received(message=Bye() as bye):
+                return [Broadcast(bye)]
+            case PeerGone(rank=rank, how=how):
+                return [Broadcast(Died(rank=rank, how=how))]
         return []
 
 

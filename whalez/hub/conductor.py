@@ -4,7 +4,9 @@ Pure apart from the machines it drives. The caller (the sequencer's thread, or `
 happened and performs the returned `Out`s in order. Processes are addressed by incarnation, because before the table is
 complete two of them may claim one rank.
 
-The conductor itself speaks only about death and leaving: it spreads Died and Bye, which no machine needs to decide.
+What a rank may do, who is refused and whether a loss is fatal is the machines' decision; the conductor only remembers
+which process speaks for which rank, repeats what a process must have missed, and turns a broken protocol into the
+death of the rank that broke it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from whalez.rendezvous.effects import Broadcast, Refuse, SendTo
 from whalez.rendezvous.events import PeerGone, Received, Tick
 from whalez.rendezvous.messages import Bye, Died, Hello, Mapped, Message, Refused, Table, WorldStarts
 
+_REFUSED_MAX = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Out:
@@ -33,9 +37,10 @@ class Out:
 class Conductor:
     """Allgather until all have mapped, then the sequencer. Not thread-safe."""
 
-    def __init__(self, world: int, sequencer: SequencerLike) -> None:
+    def __init__(self, world: int, sequencer: SequencerLike, fingerprint: dict[str, str] | None = None) -> None:
+        """`fingerprint`: rank 0's, which all others must equal; None: that of the first hello counts."""
         self._world = world
-        self._allgather = Allgather(world)
+        self._allgather = Allgather(world, fingerprint)
         self._sequencer = sequencer
         #: rank -> incarnation that speaks for it
         self.accepted: dict[int, str] = {}
@@ -46,13 +51,80 @@ class Conductor:
         #: all have mapped: the sequencer is in charge
         self.has_started = False
         self.failure: Exception | None = None
-        self._refused: set[str] = set()
+        self._refused: dict[str, None] = {}  # in order; only the last ones, for strangers may come without end
+        self._mapped: set[int] = set()
+        self._table = Table(entries=())
 
     def rank_of(self, incarnation: str) -> int | None:
         """The rank this process speaks for, None if it does not (yet, or any more)."""
         return next((rank for rank, known in self.accepted.items() if known == incarnation), None)
 
-    def hello(self, hello: Hello, now_ns: int, launch: int) -> list[Out]:
+    def received(self, incarnation: str, message: Message, now_ns: int, launch: int) -> list[Out]:
+        """A frame of any process; one that never said hello is refused by name."""
+        if isinstance(message, Hello):
+            if message.entry.incarnation != incarnation:
+                reason = f"frame of incarnation {incarnation} carries a hello of {message.entry.incarnation}"
+                return [Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
+            return self._hello(message, now_ns)
+        rank = self.rank_of(incarnation)
+        if rank is None:
+            reason = f"incarnation {incarnation} is none of this world: an earlier start, or never said hello"
+            return [Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
+        if self.failure is not None:
+            return []
+        if isinstance(message, Died):
+            return self._lost(message.rank, message.how, now_ns, launch)
+        claimed = getattr(message, "rank", rank)
+        if claimed != rank:
+            return self._impossible(rank, f"sent a {type(message).__name__} in the name of rank {claimed}")
+        if isinstance(message, Mapped) and rank in self._mapped:
+            return self._again(rank)
+        try:
+            if isinstance(message, Mapped):
+                self._mapped.add(rank)
+                return self._run(self._allgather.step(Received(message, rank), now_ns))
+            if not self.has_started:
+                return self._impossible(rank, f"sent a {type(message).__name__} before the world started")
+            return self._run(self._sequencer.step(Received(message, rank), now_ns, launch))
+        except ProtocolError as error:
+            return self._impossible(rank, str(error))
+
+    def tick(self, now_ns: int, launch: int) -> list[Out]:
+        if not self.has_started or self.failure is not None:
+            return []
+        return self._run(self._sequencer.step(Tick(), now_ns, launch))
+
+    def order(self, event: Any, now_ns: int, launch: int) -> list[Out]:
+        """An event of rank 0's own process for the sequencer, e.g. StopWanted. Ignored before the world runs."""
+        if not self.has_started or self.failure is not None:
+            return []
+        return self._run(self._sequencer.step(event, now_ns, launch))
+
+    def gone(self, incarnation: str, how: str, now_ns: int, launch: int) -> list[Out]:
+        """A process has ended or is silent. Before the table is complete that only frees its place."""
+        rank = self.rank_of(incarnation)
+        if rank is None or self.failure is not None:
+            return []
+        if not self.is_complete:
+            del self.accepted[rank]
+            self._remember_refused(incarnation)
+            return self._run(self._allgather.step(PeerGone(rank, how, incarnation), now_ns))
+        return self._lost(rank, how, now_ns, launch)
+
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that are waited for: without a hello, or without a Mapped."""
+        return self._allgather.missing
+
+    def fail(self, failure: Exception) -> list[Out]:
+        """The centre itself broke: tell all that rank 0 is lost."""
+        if self.failure is not None:
+            return []
+        self.failure = failure
+        died = Died(rank=0, how=f"its sequencer failed: {failure}"[:2000])
+        return [Out(incarnation, died) for incarnation in self.accepted.values()]
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+    def _hello(self, hello: Hello, now_ns: int) -> list[Out]:
         """Also a repeated one: a process says hello until it has heard from us."""
         entry = hello.entry
         if entry.incarnation in self._refused:
@@ -74,77 +146,11 @@ class Conductor:
                 self.accepted[entry.rank] = before
         return outs
 
-    def received(self, incarnation: str, message: Message, now_ns: int, launch: int) -> list[Out]:
-        """A frame of a process that has said hello before."""
-        if isinstance(message, Hello):
-            if message.entry.incarnation != incarnation:
-                reason = f"frame of incarnation {incarnation} carries a hello of {message.entry.incarnation}"
-                return [Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
-            return self.hello(message, now_ns, launch)
-        rank = self.rank_of(incarnation)
-        if rank is None:
-            reason = f"incarnation {incarnation} is none of this world: an earlier start, or never said hello"
-            return [Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
-        if self.failure is not None:
-            return []
-        if isinstance(message, Died):
-            return self._spread_death(message.rank, message.how)
-        claimed = getattr(message, "rank", rank)
-        if claimed != rank:
-            return self._impossible(rank, f"sent a {type(message).__name__} in the name of rank {claimed}")
-        if isinstance(message, Mapped) and self.has_started:
-            return self._again(rank)
-        if isinstance(message, Bye):
-            return self._bye(rank, now_ns, launch)
-        try:
-            if isinstance(message, Mapped):
-                return self._run(self._allgather.step(Received(message, rank), now_ns))
-            if not self.has_started:
-                return self._impossible(rank, f"sent a {type(message).__name__} before the world started")
-            return self._run(self._sequencer.step(Received(message, rank), now_ns, launch))
-        except ProtocolError as error:
-            return self._impossible(rank, str(error))
+    def _remember_refused(self, incarnation: str) -> None:
+        self._refused[incarnation] = None
+        if len(self._refused) > _REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
 
-    def tick(self, now_ns: int, launch: int) -> list[Out]:
-        if not self.has_started or self.failure is not None:
-            return []
-        return self._run(self._sequencer.step(Tick(), now_ns, launch))
-
-    def order(self, event: Any, now_ns: int, launch: int) -> list[Out]:
-        """An event of rank 0's own process for the sequencer, e.g. StopWanted. Ignored before the world runs."""
-        if not self.has_started or self.failure is not None:
-            return []
-        return self._run(self._sequencer.step(event, now_ns, launch))
-
-    def gone(self, incarnation: str, how: str, now_ns: int, launch: int) -> list[Out]:
-        """A process has ended or is silent. Expected after its Bye; before the table it only frees its place."""
-        rank = self.rank_of(incarnation)
-        if rank is None or self.failure is not None:
-            return []
-        if not self.is_complete:
-            del self.accepted[rank]
-            self._refused.add(incarnation)
-            return self._run(self._allgather.step(PeerGone(rank, how, incarnation), now_ns))
-        if rank in self.left:
-            return []
-        outs: list[Out] = []
-        if self.has_started:
-            outs = self._run(self._sequencer.step(PeerGone(rank, how), now_ns, launch))
-        return outs + self._spread_death(rank, how)
-
-    def missing(self) -> tuple[int, ...]:
-        """Ranks that have not said hello."""
-        return tuple(rank for rank in range(self._world) if rank not in self.accepted)
-
-    def fail(self, failure: Exception) -> list[Out]:
-        """The centre itself broke: tell all that rank 0 is lost."""
-        if self.failure is not None:
-            return []
-        self.failure = failure
-        died = Died(rank=0, how=f"its sequencer failed: {failure}"[:2000])
-        return [Out(incarnation, died) for incarnation in self.accepted.values()]
-
-    # ---- inside ------------------------------------------------------------------------------------------------
     def _again(self, rank: int) -> list[Out]:
         """Repeat what a process must have missed when it repeats itself."""
         outs: list[Out] = []
@@ -154,20 +160,18 @@ class Conductor:
             outs.append(Out(self.accepted[rank], WorldStarts()))
         return outs
 
-    def _bye(self, rank: int, now_ns: int, launch: int) -> list[Out]:
-        if rank in self.left:
+    def _lost(self, rank: int, how: str, now_ns: int, launch: int) -> list[Out]:
+        """The machine in charge decides whether that is fatal (Died) or was expected (Bye, or nothing)."""
+        if rank in self.left or not 0 <= rank < self._world:
             return []
-        self.left.add(rank)
-        return [Out(incarnation, Bye(rank=rank)) for other, incarnation in self.accepted.items() if other != rank]
+        gone = PeerGone(rank, how[:2000])
+        if self.has_started:
+            return self._run(self._sequencer.step(gone, now_ns, launch))
+        return self._run(self._allgather.step(gone, now_ns))
 
     def _impossible(self, rank: int, what: str) -> list[Out]:
-        return self._spread_death(rank, what, PeerProtocolError(rank, what))
-
-    def _spread_death(self, rank: int, how: str, failure: Exception | None = None) -> list[Out]:
-        if rank in self.left and failure is None:
-            return []
-        self.failure = failure or PeerDied(rank, how)
-        died = Died(rank=rank, how=how[:2000])
+        self.failure = PeerProtocolError(rank, what)
+        died = Died(rank=rank, how=f"broke the protocol: {what}"[:2000])
         return [Out(incarnation, died) for incarnation in self.accepted.values()]
 
     def _run(self, effects: Sequence[Any]) -> list[Out]:
@@ -185,9 +189,13 @@ class Conductor:
                         self._table = effect.message
                     elif isinstance(effect.message, WorldStarts):
                         self.has_started = True
+                    elif isinstance(effect.message, Bye):
+                        self.left.add(effect.message.rank)
+                    elif isinstance(effect.message, Died):
+                        self.failure = PeerDied(effect.message.rank, effect.message.how)
                     outs += [Out(self.accepted[rank], effect.message) for rank in sorted(self.accepted)]
                 case Refuse():
-                    self._refused.add(effect.incarnation)
+                    self._remember_refused(effect.incarnation)
                     outs.append(Out(effect.incarnation, effect.message, is_last=True))
                 case _:
                     raise HubError(f"unknown effect {effect!r}")

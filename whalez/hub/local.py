@@ -17,6 +17,7 @@ from whalez.hub import wire
 from whalez.hub.conductor import Conductor, Out
 from whalez.hub.inbox import Inbox
 from whalez.hub.interface import HubLimits, SequencerLike
+from whalez.planning.choice import plan_whale
 from whalez.planning.policy import PlanPolicy
 from whalez.rendezvous.events import StopWanted
 from whalez.rendezvous.messages import Bye, Died, Hello, Mapped, Message, Refused, SlabEntry, Table, WorldStarts
@@ -76,10 +77,11 @@ class LocalHub:
 
         Each may be used by a thread of its own.
         """
-        if sequencer is None:
+        made: SequencerLike | None = sequencer
+        if made is None:
             assert policy is not None, "a world needs a sequencer or the policy for one"
-            sequencer = Sequencer(world, policy)
-        centre = _Centre(world, sequencer, limits or HubLimits())
+            made = Sequencer(world, policy, plan=plan_whale)
+        centre = _Centre(world, made, limits or HubLimits())
         return [cls(rank, centre) for rank in range(world)]
 
     def start(self, hello: Hello, timeout_s: float) -> tuple[SlabEntry, ...]:
@@ -157,6 +159,8 @@ class LocalHub:
                 self._inbox.fail(FleetRefused(message.reason, message.field))
             case Died():
                 self._inbox.fail(PeerDied(message.rank, message.how))
+            case Bye() if message.rank == self._rank:
+                pass  # sequencers broadcast it; the loop knows
             case _ if self._inbox.is_full:
                 return False
             case _:

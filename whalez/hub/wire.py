@@ -117,9 +117,9 @@ def decode_link(data: bytes | memoryview) -> requests.Request | requests.Respons
     return message
 
 
-def check(message: messages.Message) -> None:
-    """Raise the WireError that `encode` would, without making the bytes."""
-    _check(message, type(message).__name__, 0)
+def check(message: messages.Message | requests.LinkMessage) -> None:
+    """Raise the WireError that encoding would, without making the bytes."""
+    _check(message, type(message).__name__, 0 if isinstance(message, messages.Message) else -INT_MAX)
 
 
 def _incarnation_bytes(incarnation: str) -> bytes:

@@ -26,6 +26,7 @@ from whalez.hub.liveness import Liveness
 from whalez.hub.processes import PeerWatch, Wake
 from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_router import INPROC, RouterThread
+from whalez.planning.choice import plan_whale
 from whalez.planning.policy import PlanPolicy
 from whalez.rendezvous.events import StopWanted
 from whalez.rendezvous.messages import Bye, Died, Hello, Mapped, Message, Refused, SlabEntry, Table, WorldStarts
@@ -71,7 +72,7 @@ class ZmqHub:
             check_bind(address, peers_elsewhere=peers_elsewhere)
             if sequencer is None:
                 assert policy is not None, "rank 0 needs a policy for its sequencer"
-                sequencer = Sequencer(world, policy)
+                sequencer = Sequencer(world, policy, plan=plan_whale)
         else:
             assert node_ranks is None or node_ranks > 0
             zero_is_here = node_ranks is not None and rank < node_ranks
@@ -112,7 +113,7 @@ class ZmqHub:
         try:
             if self._rank == 0:
                 assert self._sequencer is not None
-                conductor = Conductor(self._world, self._sequencer)
+                conductor = Conductor(self._world, self._sequencer, hello.fingerprint)
                 self._router = RouterThread(
                     self._context,
                     self._address,
@@ -208,7 +209,7 @@ class ZmqHub:
 
     def _reason(self) -> str:
         if self._router is not None and (missing := self._router.missing()):
-            return f"ranks {', '.join(map(str, missing))} have not said hello at {self._address}"
+            return f"ranks {', '.join(map(str, missing))} are missing at {self._address}"
         if not self._heard_hub:
             return f"no hub answers at {self._address}"
         return f"the hub at {self._address} answers, but not all ranks are there yet"
@@ -331,7 +332,8 @@ class _MemberThread:
                 self._told_death = True
                 self._fail(PeerDied(message.rank, message.how))
             case Bye() as message:
-                self._leave(message.rank)
+                if message.rank != self._own.rank:
+                    self._leave(message.rank)
             case message:
                 self._inbox.put(message)
 

@@ -80,7 +80,9 @@ class RouterThread:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake.fd, zmq.POLLIN)
         self._host = host_identity()
-        conductor.hello(own_hello, now_ns(), 0)  # first of all, so that differences are told against rank 0
+        conductor.received(
+            self._own.incarnation, own_hello, now_ns(), 0
+        )  # first of all, so that differences are told against rank 0
         self._thread = threading.Thread(target=self._run, name="sequencer", daemon=True)
         self._thread.start()
 
