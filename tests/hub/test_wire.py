@@ -1,3 +1,4 @@
+import contextlib
 import pickle
 import struct
 
@@ -97,12 +98,10 @@ def test_golden_bytes():
         "57484c5a"  # WHLZ
         "0100"  # version 1
         "0300"  # incarnation bytes
-        "26000000"  # body bytes
+        "20000000"  # body bytes
         "616263"  # "abc"
         "84a474797065a55265616479a472616e6b01a373657105a5636f756e74cd0100"
     )
-    body = bytes.fromhex(golden)[15:]
-    golden = golden.replace("26000000", f"{len(body):02x}000000")
     assert wire.encode(msg.Ready(rank=1, seq=5, count=256), "abc").hex() == golden
 
 
@@ -119,10 +118,8 @@ def test_cut_at_every_byte_and_one_too_many():
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_frame_or_wire_error(data):
     for decode in (wire.decode, wire.decode_link):
-        try:
+        with contextlib.suppress(WireError):
             decode(data)
-        except WireError:
-            pass
 
 
 @settings(max_examples=300, deadline=None)
@@ -130,10 +127,8 @@ def test_any_bytes_give_a_frame_or_wire_error(data):
 def test_any_body_behind_a_right_header_gives_a_frame_or_wire_error(body):
     for magic, incarnation in ((wire.MAGIC, b"i"), (wire.LINK_MAGIC, b"")):
         data = struct.pack("<4sHHI", magic, wire.VERSION, len(incarnation), len(body)) + incarnation + body
-        try:
+        with contextlib.suppress(WireError):
             (wire.decode if magic == wire.MAGIC else wire.decode_link)(data)
-        except WireError:
-            pass
 
 
 @settings(max_examples=300, deadline=None)
@@ -142,10 +137,8 @@ def test_a_changed_byte_gives_a_frame_or_wire_error(message, data):
     frame = bytearray(wire.encode(message, "i"))
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(WireError):
         wire.decode(bytes(frame))
-    except WireError:
-        pass
 
 
 class Bomb:

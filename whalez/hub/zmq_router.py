@@ -282,7 +282,7 @@ class RouterThread:
 
     def _flush(self) -> None:
         self._has_unsent = False
-        lost: list[tuple[str, str]] = []
+        lost: list[tuple[str, str]] = []  # found in the loop, performed after it: performing changes `_peers`
         for incarnation, peer in list(self._peers.items()):
             while peer.queue:
                 try:
@@ -292,10 +292,13 @@ class RouterThread:
                     if len(peer.queue) > self._limits.peer_count or peer.queued_bytes > self._limits.peer_bytes:
                         lost.append((incarnation, f"does not read: {len(peer.queue)} frames wait for it"))
                         peer.queue.clear()
+                        peer.queued_bytes = 0
                     break
-                except zmq.ZMQError as error:
+                except zmq.ZMQError:
                     peer.queue.clear()
-                    lost.append((incarnation, f"its connection to the hub is gone ({error.strerror})"))
+                    peer.queued_bytes = 0
+                    # Nobody is there to hear it. Whether that is a death, its last words may tell: they can be unread still.
+                    self._suspects.setdefault(incarnation, now_ns() + BYE_GRACE_NS)
                     break
                 peer.queued_bytes -= len(peer.queue.popleft())
         for incarnation, how in lost:
