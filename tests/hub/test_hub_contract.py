@@ -338,7 +338,7 @@ def test_start_names_who_is_missing(world):
 def test_another_fingerprint_is_refused_by_field(world, other, field):
     hubs = world.make(2)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(hubs[0].start, hello(0, 2, dtype="f32", chunk="64"), 1.0)
+        first = pool.submit(hubs[0].start, hello(0, 2, dtype="f32", chunk="64"), TIMEOUT_S)
         if world.kind == "local":  # where there is no process of rank 0 to be first
             with hubs[0]._centre.changed:
                 assert hubs[0]._centre.changed.wait_for(lambda: hubs[0]._centre.ends, TIMEOUT_S)
@@ -346,5 +346,6 @@ def test_another_fingerprint_is_refused_by_field(world, other, field):
         with pytest.raises(FleetRefused, match=field) as caught:
             refused.result(TIMEOUT_S)
         assert caught.value.field == field
-        with pytest.raises(HubError, match="1"):
+        hubs[0].close()
+        with pytest.raises(HubError, match="closed"):
             first.result(TIMEOUT_S)

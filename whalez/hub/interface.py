@@ -91,7 +91,10 @@ class Hub(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush what was sent (at most 1 s), end the threads, free address and sockets. Idempotent."""
+        """Flush what was sent (at most 1 s), end the threads, free address and sockets. Idempotent.
+
+        A thread that waits in `start` or `mapped` gets HubError. Without a Bye before, this rank is dead to the others.
+        """
         ...
 
 

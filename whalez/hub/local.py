@@ -134,8 +134,8 @@ class LocalHub:
         centre = self._centre
         with centre.lock:
             centre.ends.pop(self._incarnation, None)
+            self._inbox.close()
             centre.perform(centre.conductor.gone(self._incarnation, how, now_ns(), centre.launch()))
-        self._inbox.close()
 
     def close(self) -> None:
         """A rank that closes without Bye is dead to the others."""

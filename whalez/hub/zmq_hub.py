@@ -192,6 +192,8 @@ class ZmqHub:
         if self._router is not None:
             ended = self._router.close() and ended
         self._inbox.close()
+        with self._changed:
+            self._changed.notify_all()
         if ended:
             if self._context is not None:
                 self._context.destroy()  # waits at most for the sockets' linger

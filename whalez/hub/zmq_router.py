@@ -297,7 +297,7 @@ class RouterThread:
                 except zmq.ZMQError:
                     peer.queue.clear()
                     peer.queued_bytes = 0
-                    # Nobody is there to hear it. Whether that is a death, its last words may tell: they can be unread still.
+                    # Nobody is there to hear it. Whether that is a death its last words may tell, unread as yet.
                     self._suspects.setdefault(incarnation, now_ns() + BYE_GRACE_NS)
                     break
                 peer.queued_bytes -= len(peer.queue.popleft())
