@@ -1,50 +1,21 @@
 """What every hub must do, whatever carries its words."""
 
-import secrets
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 
 from whalez.errors import FleetRefused, HubError, PeerDied, WireError
 from whalez.hub.interface import Hub, HubLimits
 from whalez.hub.local import LocalHub
 from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
-from whalez.rendezvous.effects import Broadcast, SendTo
-from whalez.rendezvous.events import PeerGone, Received
-from whalez.rendezvous.messages import Bye, Died, Hello, Post, Ready, SlabEntry
+from whalez.rendezvous.messages import Bye, Died, Post, Ready
 
-TIMEOUT_S = 20.0
 CALL_S = 0.25  #: far above what a call costs, far below what blocking would
-
-
-class PassOn:
-    """A sequencer that sends every Ready to rank `seq % world` and every Post to all; the rest as the real one."""
-
-    def __init__(self, world):
-        self.world = world
-        self.launches = []
-
-    def step(self, event, now_ns, launch):
-        match event:
-            case Received(message=Ready() as ready):
-                self.launches.append(launch)
-                return [SendTo(ready.seq % self.world, ready)]
-            case Received(message=Post() as post):
-                return [Broadcast(post)]
-            case Received(message=Bye() as bye):
-                return [Broadcast(bye)]
-            case PeerGone(rank=rank, how=how):
-                return [Broadcast(Died(rank=rank, how=how))]
-        return []
-
-
-def hello(rank, world, **fingerprint):
-    entry = SlabEntry(rank=rank, incarnation=secrets.token_hex(8), host="here", pid=1, ticket=b"")
-    return Hello(entry=entry, world=world, fingerprint=fingerprint)
 
 
 @pytest.fixture(params=["local", "ipc", "tcp"])
@@ -105,31 +76,6 @@ def world(kind, tmp_path):
     made.close()
     left = [thread for thread in threading.enumerate() if thread not in threads]
     assert not left, f"threads left behind: {left}"
-
-
-def collect(hub, count, timeout_s=TIMEOUT_S):
-    """The next `count` messages; woken by the hub, no polling."""
-    news = threading.Event()
-    hub.set_waker(news.set)
-    got = []
-    deadline = time.monotonic() + timeout_s
-    while len(got) < count:
-        news.clear()
-        got += hub.drain()
-        if len(got) < count:
-            assert news.wait(deadline - time.monotonic()), f"{len(got)} of {count} messages came"
-    return got
-
-
-def wait_until_failed(hub):
-    """Until a failure is stored; the inbox is left alone."""
-    news = threading.Event()
-    hub.set_waker(news.set)
-    deadline = time.monotonic() + TIMEOUT_S
-    while hub.failure is None:
-        news.clear()
-        assert hub.failure is not None or news.wait(deadline - time.monotonic()), "no failure came"
-    return hub.failure
 
 
 def test_is_a_hub(world):

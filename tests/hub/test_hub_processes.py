@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from hub_helpers import collect, hello
 
 from whalez.errors import HubError
 from whalez.hub.interface import HubLimits
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.planning.policy import CostModel, PlanPolicy
+from whalez.rendezvous.messages import Post, PostRefused
 
 pytestmark = pytest.mark.multiprocess
 
@@ -67,7 +69,7 @@ class Rank:
         self.process.stdout.close()
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture
 def address(request, tmp_path):
     if request.param == "ipc":
         return f"ipc://{tmp_path}/hub.sock"
@@ -110,18 +112,31 @@ def leave(fleet):
         assert each.process.wait(10) == 0
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow
+WORLDS = [
+    ("tcp", 2),
+    ("ipc", 3),
+    ("tcp", 4),
+    ("ipc", 8),
+    pytest.param("tcp", 8, marks=SLOW),
+    pytest.param("ipc", 16, marks=SLOW),
+    pytest.param("tcp", 16, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("address", "world"), WORLDS, indirect=["address"])
 def test_comes_up_in_any_order_and_leaves(ranks, address, world):
     leave(start_world(ranks, world, address, delay_s_max=0.3, seed=world))
 
 
-def test_killed_and_restarted_before_the_table_is_complete(ranks, address):
+@pytest.mark.parametrize(("address", "times"), [("tcp", 4), pytest.param("ipc", 50, marks=SLOW)], indirect=["address"])
+def test_killed_and_restarted_before_the_table_is_complete(ranks, address, times):
     """The newest incarnation of a rank is in the table, whatever was left of the older ones."""
     world = 3
     zero = Rank(0, world, address)
     ranks.append(zero)
     zero.fact("incarnation")
-    for number in range(6):
+    for number in range(times):
         victim = Rank(1, world, address)
         ranks.append(victim)
         victim.fact("incarnation")
@@ -185,8 +200,16 @@ def expect_death(fleet, victim, within_s=5.0):
             assert each.process.wait(10) == 5
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("address", "sig", "victim"),
+    [
+        ("ipc", signal.SIGKILL, 0),
+        ("tcp", signal.SIGKILL, 2),
+        ("tcp", signal.SIGSTOP, 0),
+        ("ipc", signal.SIGSTOP, 2),
+    ],
+    indirect=["address"],
+)
 def test_a_dead_rank_is_named_by_all_within_5_s(ranks, address, sig, victim):
     fleet = start_world(ranks, 3, address)
     fleet[victim].kill(sig)
@@ -199,6 +222,7 @@ def test_exit_without_bye_is_a_death(ranks, ipc_address):
     expect_death(fleet, fleet[1])
 
 
+@pytest.mark.parametrize("address", ["ipc", "tcp"], indirect=True)
 def test_port_in_use_is_named(ranks, address):
     zero = Rank(0, 2, address)
     ranks.append(zero)
@@ -216,8 +240,6 @@ def test_port_in_use_is_named(ranks, address):
 
 def test_nobody_there_is_said_with_the_address(ipc_address):
     hub = ZmqHub(1, 2, ipc_address)
-    from test_hub_contract import hello
-
     with pytest.raises(HubError, match=f"no hub answers at {ipc_address}"):
         hub.start(hello(1, 2), 0.3)
 
@@ -225,10 +247,6 @@ def test_nobody_there_is_said_with_the_address(ipc_address):
 def test_rank_0_makes_a_real_sequencer(ipc_address):
     policy = PlanPolicy(world=1, node_ranks=1, segment_floor=64, whale_min=128, buckets=(64, 128), cost=CostModel.k3())
     hub = ZmqHub(0, 1, ipc_address, policy, limits=HubLimits())
-    from test_hub_contract import collect, hello
-
-    from whalez.rendezvous.messages import Post, PostRefused
-
     try:
         hub.start(hello(0, 1), 10.0)
         hub.mapped(10.0)
