@@ -58,7 +58,14 @@ class Rank:
         self.seen = []
         self.news = threading.Condition()
         self.status = STATUS
-        self.server = LinkServer(address, self.on_request, lambda: self.status, **kwargs)
+        self.asked_count = 0
+        self.server = LinkServer(address, self.on_request, self.give_status, **kwargs)
+
+    def give_status(self):
+        with self.news:
+            self.asked_count += 1
+            self.news.notify_all()
+        return self.status
 
     def on_request(self, client, request):
         with self.news:
@@ -156,7 +163,8 @@ def test_status_is_answered_while_the_loop_is_stuck(ipc, closing):
     rank.status = msgspec.structs.replace(STATUS, healthy=False, trouble="rank 2 stalled at window 7")
     status = client.status(TIMEOUT_S)
     assert (status.rank, status.healthy, status.trouble) == (3, False, "rank 2 stalled at window 7")
-    time.sleep(1.8)  # longer than the client's ping and silence together: pings were answered, so nothing fails
+    with rank.news:  # the client's own questions, the first more than a second later: answered, so nothing fails
+        assert rank.news.wait_for(lambda: rank.asked_count >= 3, TIMEOUT_S)
     rank.server.reply(owner, done("r", ()))
     assert list(stream) == [done("r", ())]
 
@@ -230,7 +238,8 @@ def test_requests_of_a_killed_client_are_cancelled(ipc, closing):
         rank.server.reply(owner, TokenOut(request_id="a", index=index, token=0))
         index += 1
         assert time.monotonic() < deadline
-        time.sleep(0.01)  # a rank makes tokens; only by sending one does it learn that nobody is there
+        with rank.news:  # a rank makes tokens; only by sending one does it learn that nobody is there
+            rank.news.wait(0.01)
     for name in "ab":
         rank.wait_seen(lambda each, name=name: each == CancelRequest(request_id=name))
 

@@ -82,7 +82,7 @@ class Hub(Protocol):
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the hub's thread after anything was put into the inbox or a failure was stored.
 
-        It must not block. It is called once right away if something waits already.
+        It must neither block nor call the hub. It is called once right away if something waits already.
         """
         ...
 

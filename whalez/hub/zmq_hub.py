@@ -101,7 +101,6 @@ class ZmqHub:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: RouterThread | None = None
         self._thread: threading.Thread | None = None
-        self.bad_frames_total = 0
 
     # ---- the loop's side ---------------------------------------------------------------------------------------
     def start(self, hello: Hello, timeout_s: float) -> tuple[SlabEntry, ...]:
@@ -178,6 +177,16 @@ class ZmqHub:
         """Rank 0 only: tell the sequencer that the world ends, now or after a drain of at most `grace_s`."""
         assert self._router is not None, "the sequencer lives with rank 0"
         self._router.order(StopWanted(grace_s))
+
+    @property
+    def bad_frames_total(self) -> int:
+        """Rank 0: frames that were none of this protocol, whoever sent them; counted and dropped."""
+        return self._router.bad_frames_total if self._router is not None else 0
+
+    @property
+    def stale_frames_total(self) -> int:
+        """Rank 0: frames of processes that do not belong to this world; answered with a refusal."""
+        return self._router.stale_frames_total if self._router is not None else 0
 
     def close(self) -> None:
         if self._is_closed:
@@ -301,13 +310,9 @@ class _MemberThread:
                 frame = wire.decode(parts[0])
             except WireError as error:
                 # Only our own hub is at the other end of a DEALER, so this is no stranger's garbage.
-                self.count_bad()
                 self._fail(HubError(f"the hub at {self._hub._address} sent an impossible frame: {error}"))
                 return
             self._take(frame)
-
-    def count_bad(self) -> None:
-        self._hub.bad_frames_total += 1
 
     def _take(self, frame: wire.Frame) -> None:
         hub = self._hub
