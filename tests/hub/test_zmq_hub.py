@@ -15,6 +15,7 @@ from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 from whalez.errors import PeerDied
 from whalez.hub import wire
 from whalez.hub.zmq_hub import ZmqHub
+from whalez.rendezvous.events import Received
 from whalez.rendezvous.messages import Bye, Mapped, Post, Ready, Refused
 
 
@@ -29,10 +30,10 @@ def start():
     """Start the hubs at one address each; the fixture closes them."""
     hubs = []
 
-    def start_all(addresses):
+    def start_all(addresses, sequencer=PassOn):
         world = len(addresses)
         hubs.extend(
-            ZmqHub(rank, world, address, sequencer=None if rank else PassOn(world))
+            ZmqHub(rank, world, address, sequencer=None if rank else sequencer(world))
             for rank, address in enumerate(addresses)
         )
 
@@ -170,3 +171,20 @@ def test_prompts_of_16_megabytes_starve_nobody(start, tmp_path):
     for hub in hubs:
         assert sorted(each.request_id for each in collect(hub, 6)) == list("012345")
         assert hub.failure is None
+
+
+class Broken(PassOn):
+    def step(self, event, now_ns, launch):
+        if isinstance(event, Received) and isinstance(event.message, Ready):
+            raise KeyError("a bug")
+        return super().step(event, now_ns, launch)
+
+
+def test_a_bug_in_the_sequencer_reaches_every_rank_as_the_loss_of_rank_0(start, tmp_path):
+    hubs = start([f"ipc://{tmp_path}/hub.sock"] * 3, Broken)
+    hubs[1].send(Ready(rank=1, seq=0, count=0))
+    for hub in hubs:
+        failure = wait_until_failed(hub)
+        assert isinstance(failure, PeerDied)
+        assert failure.rank == 0
+        assert "a bug" in failure.how
