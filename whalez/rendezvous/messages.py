@@ -84,6 +84,7 @@ class Gather(Message, frozen=True):
     tokens: bytes
     prompt_hash: str
     max_tokens: int
+    excluded: tuple[int, ...] = ()  #: ranks the plan had to do without (they declined or left), ascending
 
 
 class Ready(Message, frozen=True):
