@@ -171,7 +171,7 @@ def generate(
         ]
         results = [each.result() for each in pending]
         if capture:
-            from whalez.serve.capture import merge_captures
+            from whalez.engine.captures import merge_captures
 
             merge_captures(fleet.run_dir, results, logits_out, hidden_out)
     if json_out is not None:
@@ -269,7 +269,7 @@ def _say_urls(fleet: Fleet, listen: str) -> None:
 @fleet_options
 def plan(model: Path, tokens: int, world: int, poster: int, **settings: Any) -> None:
     """Show the gang and the segments a prompt would get, without starting anything."""
-    from whalez.serve.plan import plan_lines
+    from whalez.engine.preview import plan_lines
 
     if poster >= world:
         raise click.BadParameter(f"expected 0 to {world - 1}", param_hint="--poster")

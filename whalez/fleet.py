@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whalez.config import FleetConfig, fleet_config, setting_flags
-from whalez.engine.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.errors import CheckpointError, ConfigError, PeerDied, RequestError, Unavailable, WhalezError
+from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.serve.completions import check_tokens, pack_tokens
 from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
 from whalez.serve.process import bind, front_command, parse_listen

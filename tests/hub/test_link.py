@@ -16,9 +16,9 @@ import pytest
 import zmq
 from hub_helpers import TIMEOUT_S
 
-from whalez.engine.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
 from whalez.errors import HubError, RequestError, Unavailable
 from whalez.hub import wire
+from whalez.hub.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
 from whalez.hub.zmq_link import AsyncLinkClient, LinkClient, LinkServer
 
 STATUS = Status(
@@ -210,7 +210,7 @@ def test_garbage_is_counted_and_dropped_and_the_link_still_serves(address, closi
 VANISHING_CLIENT = """
 import sys
 from whalez.hub.zmq_link import LinkClient
-from whalez.engine.requests import Submit
+from whalez.hub.requests import Submit
 client = LinkClient(sys.argv[1])
 for name in "ab":
     client.submit(Submit(request_id=name, tokens=bytes(4), max_tokens=0))

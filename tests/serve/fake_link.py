@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import msgspec
 
-from whalez.engine.requests import Done, Report, Response, Status, Submit, TokenOut
+from whalez.hub.requests import Done, Report, Response, Status, Submit, TokenOut
 
 STATUS = Status(
     query_id="",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from whalez.engine.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
+from whalez.hub.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
 from whalez.hub.zmq_link import LinkServer
 from whalez.serve.links import link_address
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_link import FakeLink, answer, status
 
-from whalez.engine.requests import Failed, TokenOut
+from whalez.hub.requests import Failed, TokenOut
 from whalez.serve.app import Front
 from whalez.serve.links import Ranks
 from whalez.serve.tokenizer import ByteTokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whalez.engine.requests import Report, Submit
+from whalez.hub.requests import Report, Submit
 from whalez.planning.plan import GangPlan
 
 

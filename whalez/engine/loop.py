@@ -20,13 +20,13 @@ from whalez.config import FleetConfig
 from whalez.engine.launch import LaunchResult, LaunchRunner
 from whalez.engine.live import Live
 from whalez.engine.records import Capture, TraceFile
-from whalez.engine.requests import CancelRequest, Done, Failed, Response, Submit, TokenOut
 from whalez.engine.sampler import sample
 from whalez.engine.scheduler import Chunk, LaunchPlan, Scheduler
 from whalez.errors import LocalProtocolError, RequestError, Unavailable, WhalezError
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH
 from whalez.hub.interface import Hub
+from whalez.hub.requests import CancelRequest, Done, Failed, Response, Submit, TokenOut
 from whalez.model.cache import StateCache
 from whalez.model.exchange import Batch, PrefillSpan
 from whalez.parallel.context import GangSpan, GangViews, LocalSpan, WindowMap
@@ -391,10 +391,10 @@ class Loop:
                 wanted.append(row - 1)
         if compose.kind is LaunchKind.SUPERSTEP:
             assert self._whale is not None and compose.seq == self._whale.seq
-            span, is_owner = self._segment(self._whale)
-            batch.spans.append(span)
+            segment, is_owner = self._segment(self._whale)
+            batch.spans.append(segment)
             if is_owner:
-                wanted.append(row + len(span.tokens) - 1)
+                wanted.append(row + len(segment.tokens) - 1)
         return batch, np.array(wanted, np.int64)
 
     def _segment(self, gather: Gather) -> tuple[PrefillSpan, bool]:

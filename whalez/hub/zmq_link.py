@@ -21,10 +21,10 @@ import msgspec
 import zmq
 
 from whalez.clock import now_ns
-from whalez.engine.requests import CancelRequest, Done, Failed, LinkMessage, Response, Status, StatusQuery, Submit
 from whalez.errors import RequestError, Unavailable, WireError
 from whalez.hub import sockets, wire
 from whalez.hub.processes import Wake
+from whalez.hub.requests import CancelRequest, Done, Failed, LinkMessage, Response, Status, StatusQuery, Submit
 from whalez.hub.sockets import SocketOptions
 
 _log = logging.getLogger(__name__)
@@ -241,9 +241,7 @@ class _ClientThread:
     A sink is called in this thread, in order, and for the last time with Done or Failed.
     """
 
-    def __init__(
-        self, address: str, connect_timeout_s: float, silence_s: float, options: SocketOptions | None
-    ) -> None:
+    def __init__(self, address: str, connect_timeout_s: float, silence_s: float, options: SocketOptions | None) -> None:
         self._address = address
         self._connect_ns = int(connect_timeout_s * 1e9)
         self._silence_ns = int(silence_s * 1e9)

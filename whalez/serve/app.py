@@ -20,8 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from whalez.engine.requests import Done, Failed, Report, TokenOut
 from whalez.errors import RequestError, Unavailable, WhalezError
+from whalez.hub.requests import Done, Failed, Report, TokenOut
 from whalez.serve import completions
 from whalez.serve.completions import Ask
 from whalez.serve.links import Ranks, RankView

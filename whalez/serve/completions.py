@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from whalez.engine.requests import Report, Status, Submit
 from whalez.errors import RequestError
+from whalez.hub.requests import Report, Status, Submit
 from whalez.serve.tokenizer import Tokenizer
 
 MAX_TOKENS_DEFAULT = 16

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from whalez.engine.requests import Response, Status, Submit
 from whalez.errors import Unavailable, WhalezError
+from whalez.hub.requests import Response, Status, Submit
 
 #: Longest unix socket path Linux takes, without the closing zero byte.
 SOCKET_PATH_MAX = 107

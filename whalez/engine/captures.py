@@ -9,25 +9,33 @@ import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from whalez.errors import WhalezError
-
-if TYPE_CHECKING:
-    from whalez.fleet import Generated
+from whalez.hub.requests import Report
 
 WAIT_S = 10.0  #: a member may still be writing when the poster has answered
 
 
+class Captured(Protocol):
+    """A finished request: what names its files and its ranks."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def report(self) -> Report: ...
+
+
 def merge_captures(
-    run_dir: Path, results: Sequence[Generated], logits_out: Path | None, hidden_out: Path | None
+    run_dir: Path, results: Sequence[Captured], logits_out: Path | None, hidden_out: Path | None
 ) -> None:
     """Write `logits` to one file and `hidden_<rank>`, `start_<rank>` and what else there is to the other.
 
     With several requests every key is led by `request<i>_`. Raises WhalezError naming the file that never came.
     """
-    import numpy as np
-
     logits: dict[str, Any] = {}
     hidden: dict[str, Any] = {}
     for i, result in enumerate(results):
@@ -44,8 +52,6 @@ def merge_captures(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    import numpy as np
-
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
