@@ -17,10 +17,10 @@ import pytest
 from test_fleet import free_ports, group_lives
 
 from whalez import cli
+from whalez.engine import captures as capture
 from whalez.errors import WhalezError
 from whalez.fleet import Generated
 from whalez.hub.requests import Report
-from whalez.serve import capture
 
 #: The command with ranks that have no engine.
 DRIVER = """

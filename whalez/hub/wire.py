@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from whalez.engine import requests
 from whalez.errors import WireError
+from whalez.hub import requests
 from whalez.rendezvous import messages
 
 MAGIC = b"WHLZ"
