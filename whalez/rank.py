@@ -296,6 +296,7 @@ def main(**flags: Any) -> None:
                 raise ConfigError(f"{name}: expected --{name} or a launcher's environment, got neither")
         assert number is not None
         assert world is not None
+        assert hub is not None
         if not 0 <= number < world:
             raise ConfigError(f"rank: expected 0..{world - 1}, got {number}")
         if flags["node_ranks"] is None and place.node_ranks:

@@ -6,7 +6,7 @@ import os
 
 from whalez.clock import now_ns
 from whalez.engine.loop import Loop
-from whalez.engine.requests import Status
+from whalez.hub.requests import Status
 
 
 class Health:

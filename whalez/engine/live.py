@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whalez.engine.requests import Report, Submit
+from whalez.hub.requests import Report, Submit
 from whalez.planning.plan import GangPlan
 
 
@@ -20,8 +20,10 @@ class Live:
     whale: bool  #: the lane that was chosen
     why: str
     submitted_ns: int
+    submit_launch: int  #: launch that was composed next when the request came in
     generated: list[int] = field(default_factory=list)
     cancelled: bool = False  #: the client is gone; what cannot be stopped any more is computed and dropped
+    first_token_launch: int = 0
     posted_ns: int = 0
     first_launch_ns: int = 0
     first_token_ns: int = 0
@@ -52,6 +54,8 @@ class Live:
             segments=() if plan is None else tuple(plan.segment(member) for member in plan.gang),
             entry_launch=self.entry_launch,
             slips=self.slips,
+            submit_launch=self.submit_launch,
+            first_token_launch=self.first_token_launch,
             ttft_s=(self.first_token_ns - self.submitted_ns) / 1e9,
             queue_s=(self.first_launch_ns - self.submitted_ns) / 1e9,
             rendezvous_s=(self.first_launch_ns - self.posted_ns) / 1e9 if plan is not None else 0.0,

@@ -20,13 +20,13 @@ from whalez.config import FleetConfig
 from whalez.engine.launch import LaunchResult, LaunchRunner
 from whalez.engine.live import Live
 from whalez.engine.records import Capture, TraceFile
-from whalez.engine.requests import CancelRequest, Done, Failed, Response, Submit, TokenOut
 from whalez.engine.sampler import sample
 from whalez.engine.scheduler import Chunk, LaunchPlan, Scheduler
 from whalez.errors import LocalProtocolError, RequestError, Unavailable, WhalezError
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH
 from whalez.hub.interface import Hub
+from whalez.hub.requests import CancelRequest, Done, Failed, Response, Submit, TokenOut
 from whalez.model.cache import StateCache
 from whalez.model.exchange import Batch, PrefillSpan
 from whalez.parallel.context import GangSpan, GangViews, LocalSpan, WindowMap
@@ -110,7 +110,7 @@ class Loop:
         self.slips_total = 0
         self._peers = np.array([r for r in range(fleet.world) if r != rank], np.int64)
         self._live: dict[str, Live] = {}
-        self._submitted: deque[tuple[bytes, Submit | CancelRequest, int]] = deque()  # filled by the link's thread
+        self._submitted: deque[tuple[bytes, Submit | CancelRequest, int, int]] = deque()  # filled by the link's thread
         self._drain_wanted: deque[float] = deque()  # grace seconds; filled by signal handlers
         self._drain_deadline_ns: int | None = None
         self._drained = False
@@ -119,7 +119,7 @@ class Loop:
     # ---- called from other threads and from signal handlers ----------------------------------------------------
     def submit(self, client: bytes, request: Submit | CancelRequest) -> None:
         """Put a client's request into the inbox and ring."""
-        self._submitted.append((client, request, now_ns()))
+        self._submitted.append((client, request, now_ns(), self.launch))
         self.bells.wake()
 
     def drain(self, grace_s: float) -> None:
@@ -175,9 +175,9 @@ class Loop:
         for message in self.hub.drain():
             self._receive(message)
         while self._submitted:
-            client, request, at_ns = self._submitted.popleft()
+            client, request, at_ns, at_launch = self._submitted.popleft()
             if isinstance(request, Submit):
-                self._accept(client, request, at_ns)
+                self._accept(client, request, at_ns, at_launch)
             else:
                 self._cancel(request.request_id)
         while self._drain_wanted:
@@ -240,7 +240,7 @@ class Loop:
         return Reserved(effect.seq)
 
     # ---- requests ---------------------------------------------------------------------------------------------
-    def _accept(self, client: bytes, submit: Submit, at_ns: int) -> None:
+    def _accept(self, client: bytes, submit: Submit, at_ns: int, at_launch: int) -> None:
         try:
             if self.state != "serving":
                 raise Unavailable(f"rank {self.rank} is {self.state}")
@@ -253,7 +253,7 @@ class Loop:
         except Unavailable as error:
             self._refuse(client, submit, "unavailable", str(error))
         else:
-            self._live[submit.request_id] = Live(client, submit, prompt, whale, why, at_ns)
+            self._live[submit.request_id] = Live(client, submit, prompt, whale, why, at_ns, at_launch)
             self.scheduler.add(submit.request_id, len(prompt), submit.max_tokens, whale=whale)
 
     def _checked_prompt(self, submit: Submit) -> np.ndarray:
@@ -328,7 +328,7 @@ class Loop:
         """The fleet stops: end every request with an error that says why."""
         self.state = "failed"
         while self._submitted:
-            client, request, _ = self._submitted.popleft()
+            client, request, *_ = self._submitted.popleft()
             if isinstance(request, Submit):
                 self._refuse(client, request, "internal", reason)
         for live in list(self._live.values()):
@@ -391,10 +391,10 @@ class Loop:
                 wanted.append(row - 1)
         if compose.kind is LaunchKind.SUPERSTEP:
             assert self._whale is not None and compose.seq == self._whale.seq
-            span, is_owner = self._segment(self._whale)
-            batch.spans.append(span)
+            segment, is_owner = self._segment(self._whale)
+            batch.spans.append(segment)
             if is_owner:
-                wanted.append(row + len(span.tokens) - 1)
+                wanted.append(row + len(segment.tokens) - 1)
         return batch, np.array(wanted, np.int64)
 
     def _segment(self, gather: Gather) -> tuple[PrefillSpan, bool]:
@@ -451,7 +451,8 @@ class Loop:
         if self.capture is not None:
             self.capture.logits(live.request_id, logits)
         token = sample(logits, submit.temperature, submit.top_p, submit.seed, len(live.generated))
-        live.first_token_ns = live.first_token_ns or now_ns()
+        if not live.first_token_ns:
+            live.first_token_ns, live.first_token_launch = now_ns(), self.launch
         if token in submit.stop_tokens:
             self._finish(live, "stop")
             return

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from whalez.errors import FabricError
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_COMBINE, BELL_DISPATCH, SlabLayout
 from whalez.fabric.provider import Slab
@@ -135,6 +136,10 @@ class PairedExperts:
         for owner, view in enumerate(self._all_offsets):
             self._starts[owner] = view[self.rank]
             self._partial_counts[owner] = view[self.rank + 1] - view[self.rank]
+        if (self._starts < 0).any() or (self._starts + self._partial_counts > len(self._partial)).any():
+            raise FabricError(
+                f"combine offsets of a peer lie outside its slab: {self._starts} + {self._partial_counts}"
+            )
         mine = self._partial_addr + (self._starts * self._row_bytes).astype(np.uint64)
         combine_sum(self._ids[:count], self._bounds, mine, out, self._partial_counts)
         self.watch.lap(Part.EXPERTS)

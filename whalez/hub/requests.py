@@ -23,7 +23,6 @@ class Submit(LinkMessage, frozen=True):
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()  #: generation ends at one of these, which is not returned
     lane: str = "auto"  #: "auto" | "whale" | "local"
-    capture: bool = False  #: write logits, hidden rows and expert choices of this request into the run folder
 
 
 class CancelRequest(LinkMessage, frozen=True):
@@ -57,12 +56,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     segments: tuple[tuple[int, int], ...] = ()  #: (first token, length) per gang member in CP order
     entry_launch: int | None = None
     slips: int = 0  #: launches between the committed and the entered one
+    submit_launch: int = 0  #: launch that was composed next when the request came in
+    first_token_launch: int = 0  #: launch that gave the first token
     ttft_s: float = 0.0
     queue_s: float = 0.0  #: submit -> first launch that works on it
     rendezvous_s: float = 0.0  #: post -> superstep entered (whale lane)
     prefill_s: float = 0.0  #: superstep, or all local chunks
     phases: dict[str, float] = {}  #: seconds of the superstep on this rank: kda, mla, moe, dense, exchange_wait, other
-    gang_phases: dict[str, dict[str, float]] = {}  #: the same of every gang member, keyed by rank
 
 
 class Done(LinkMessage, frozen=True):

@@ -1,0 +1,87 @@
+import socket
+import time
+
+import pytest
+
+from whalez.errors import HubError
+from whalez.hub import address
+from whalez.hub.address import check_bind, check_connect
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """A resolver that knows two names and takes its time for a third."""
+
+    def look_up(host, port, **kwargs):
+        known = {"node0": ["127.0.1.1"], "far": ["10.0.0.9"], "localhost": ["127.0.0.1"]}
+        if host == "slow":
+            time.sleep(1.2)
+        if host not in known:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in known[host]]
+
+    monkeypatch.setattr(address.socket, "getaddrinfo", look_up)
+
+
+@pytest.mark.parametrize(
+    ("text", "peers_elsewhere", "reason"),
+    [
+        ("tcp://node0:5000", False, r"'node0' is a name.*127\.0\.1\.1.*no other machine can reach"),
+        ("tcp://far:5000", True, r"'far' is a name.*10\.0\.0\.9"),
+        ("tcp://nowhere:5000", True, "does not resolve"),
+        ("tcp://*:5000", False, "is a name"),
+        ("tcp://127.0.0.1:5000", True, "is loopback"),
+        ("tcp://127.0.1.1:5000", True, "is loopback"),
+        ("tcp://[::1]:5000", True, "is loopback"),
+        ("tcp://[::ffff:127.0.0.1]:5000", True, "is loopback"),
+        ("ipc:///tmp/x.sock", True, "only this machine"),
+        ("ipc:///no/such/folder/x.sock", False, "folder /no/such/folder does not exist"),
+        ("ipc:///tmp/" + "x" * 110, False, "107"),
+        ("ipc://", False, "no path"),
+        ("tcp://10.0.0.1", False, "no host and port"),
+        ("tcp://10.0.0.1:0", False, "no host and port"),
+        ("tcp://10.0.0.1:99999", False, "no host and port"),
+        ("tcp://::1:5000", False, "brackets"),
+        ("10.0.0.1:5000", False, "not a hub address"),
+        ("udp://10.0.0.1:5000", False, "not a hub address"),
+    ],
+)
+def test_bind_is_refused_with_the_reason(names, text, peers_elsewhere, reason):
+    with pytest.raises(HubError, match=reason):
+        check_bind(text, peers_elsewhere=peers_elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("text", "peers_elsewhere"),
+    [
+        ("tcp://127.0.0.1:5000", False),
+        ("tcp://10.0.0.1:5000", True),
+        ("tcp://0.0.0.0:5000", True),
+        ("tcp://[fd00::1]:5000", True),
+        ("ipc:///tmp/x.sock", False),
+    ],
+)
+def test_bind_is_allowed(names, text, peers_elsewhere):
+    check_bind(text, peers_elsewhere=peers_elsewhere)
+
+
+def test_connect(names):
+    check_connect("tcp://far:5000", peers_elsewhere=True)
+    check_connect("tcp://nowhere:5000", peers_elsewhere=True)  # its name may yet appear
+    check_connect("tcp://localhost:5000", peers_elsewhere=False)
+    with pytest.raises(HubError, match=r"node0 \(it resolves to 127\.0\.1\.1\) is loopback"):
+        check_connect("tcp://node0:5000", peers_elsewhere=True)
+    with pytest.raises(HubError, match="where to listen"):
+        check_connect("tcp://0.0.0.0:5000", peers_elsewhere=False)
+
+
+def test_a_dead_name_server_costs_less_than_a_second(names):
+    begin = time.monotonic()
+    with pytest.raises(HubError, match="'slow' is a name"):
+        check_bind("tcp://slow:5000", peers_elsewhere=True)
+    assert time.monotonic() - begin < 1.0
+
+
+def test_host_identity_is_stable():
+    assert address.host_identity() == address.host_identity()
+    assert socket.gethostname() in address.host_identity()

@@ -1,0 +1,257 @@
+"""Real rank processes that import the hub and nothing else: coming up in any order, dying, leaving."""
+
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hub_helpers import collect, hello
+
+from whalez.errors import HubError
+from whalez.hub.interface import HubLimits
+from whalez.hub.zmq_hub import ZmqHub
+from whalez.planning.policy import CostModel, PlanPolicy
+from whalez.rendezvous.messages import Post, PostRefused
+
+pytestmark = pytest.mark.multiprocess
+
+CHILD = Path(__file__).with_name("hub_child.py")
+TIMEOUT_S = 60.0
+
+
+class Rank:
+    """One child process; `fact(key)` is the next line it printed that has the key."""
+
+    def __init__(self, rank, world, address, delay_s=0.0, **settings):
+        self.rank = rank
+        arguments = [str(rank), str(world), address, str(delay_s), *(f"{key}={val}" for key, val in settings.items())]
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.facts = []
+        self._rest = b""
+
+    def fact(self, key, timeout_s=TIMEOUT_S):
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while True:
+                for known in self.facts:
+                    if key in known:
+                        return known
+                assert selector.select(deadline - time.monotonic()), f"rank {self.rank}: no {key!r}; got {self.facts}"
+                data = os.read(self.process.stdout.fileno(), 65536)
+                assert data, f"rank {self.rank} ended without {key!r}; got {self.facts}"
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                self.facts += [json.loads(line) for line in lines]
+
+    def tell(self, command):
+        self.process.stdin.write(command.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def kill(self, sig=signal.SIGKILL):
+        self.process.send_signal(sig)
+
+    def end(self):
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def address(request, tmp_path):
+    if request.param == "ipc":
+        return f"ipc://{tmp_path}/hub.sock"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def ipc_address(tmp_path):
+    return f"ipc://{tmp_path}/hub.sock"
+
+
+@pytest.fixture
+def ranks():
+    made = []
+    yield made
+    for each in made:
+        each.end()
+
+
+def start_world(ranks, world, address, delay_s_max=0.0, seed=0):
+    rng = random.Random(seed)
+    order = list(range(world))
+    rng.shuffle(order)
+    by_rank = {rank: Rank(rank, world, address, rng.uniform(0, delay_s_max)) for rank in order}
+    ranks += by_rank.values()
+    incarnations = [by_rank[rank].fact("incarnation")["incarnation"] for rank in range(world)]
+    for rank in range(world):
+        assert by_rank[rank].fact("table")["table"] == incarnations
+        assert by_rank[rank].fact("started")["heavy"] == []
+    return [by_rank[rank] for rank in range(world)]
+
+
+def leave(fleet):
+    for each in fleet:
+        each.tell("bye")
+    for each in fleet:
+        assert each.fact("left")
+        assert each.process.wait(10) == 0
+
+
+SLOW = pytest.mark.slow
+WORLDS = [
+    ("tcp", 2),
+    ("ipc", 3),
+    ("tcp", 4),
+    ("ipc", 8),
+    pytest.param("tcp", 8, marks=SLOW),
+    pytest.param("ipc", 16, marks=SLOW),
+    pytest.param("tcp", 16, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("address", "world"), WORLDS, indirect=["address"])
+def test_comes_up_in_any_order_and_leaves(ranks, address, world):
+    leave(start_world(ranks, world, address, delay_s_max=0.3, seed=world))
+
+
+@pytest.mark.parametrize(("address", "times"), [("tcp", 4), pytest.param("ipc", 50, marks=SLOW)], indirect=["address"])
+def test_killed_and_restarted_before_the_table_is_complete(ranks, address, times):
+    """The newest incarnation of a rank is in the table, whatever was left of the older ones."""
+    world = 3
+    zero = Rank(0, world, address)
+    ranks.append(zero)
+    zero.fact("incarnation")
+    for number in range(times):
+        victim = Rank(1, world, address)
+        ranks.append(victim)
+        victim.fact("incarnation")
+        if number % 2:  # sometimes before its hello can have arrived, sometimes after
+            time.sleep(0.15)  # no event tells when a hello has arrived; both orders are wanted
+        victim.kill()
+        victim.process.wait(10)
+    last, two = Rank(1, world, address), Rank(2, world, address)
+    ranks.extend((last, two))
+    table = [each.fact("incarnation")["incarnation"] for each in (zero, last, two)]
+    for each in (zero, last, two):
+        assert each.fact("table")["table"] == table
+        each.fact("started")
+    leave([zero, last, two])
+
+
+def test_two_ranks_with_one_number_and_a_late_one(ranks, ipc_address):
+    first = Rank(1, 3, ipc_address)
+    zero = Rank(0, 3, ipc_address)
+    ranks += [first, zero]
+    first.fact("incarnation")
+    second = Rank(1, 3, ipc_address, 0.5)
+    ranks.append(second)
+    refused = first.fact("error")
+    assert refused["error"] == "FleetRefused"
+    assert refused["field"] in ("rank", "incarnation")
+    two = Rank(2, 3, ipc_address)
+    ranks.append(two)
+    fleet = [zero, second, two]
+    for each in fleet:
+        each.fact("started")
+    late = Rank(2, 3, ipc_address)
+    ranks.append(late)
+    refused = late.fact("error")
+    assert refused["error"] == "FleetRefused"
+    assert refused["field"] == "incarnation"
+    assert "world" in refused["text"]
+    leave(fleet)
+
+
+def test_wrong_world_and_wrong_fingerprint_are_refused_by_name(ranks, ipc_address):
+    ranks += [
+        Rank(0, 2, ipc_address),
+        Rank(1, 3, ipc_address),
+        Rank(1, 2, ipc_address, chunk="128"),
+    ]
+    assert ranks[1].fact("error")["field"] == "world"
+    assert ranks[2].fact("error")["field"] == "chunk"
+    ranks.append(Rank(1, 2, ipc_address))
+    ranks[0].fact("started")
+    ranks[3].fact("started")
+
+
+def expect_death(fleet, victim, within_s=5.0):
+    begin = time.monotonic()
+    for each in fleet:
+        if each is not victim:
+            died = each.fact("error")
+            assert (died["error"], died["rank"]) == ("PeerDied", victim.rank), died
+            assert died["at"] - begin < within_s
+            assert each.process.wait(10) == 5
+
+
+@pytest.mark.parametrize(
+    ("address", "sig", "victim"),
+    [
+        ("ipc", signal.SIGKILL, 0),
+        ("tcp", signal.SIGKILL, 2),
+        ("tcp", signal.SIGSTOP, 0),
+        ("ipc", signal.SIGSTOP, 2),
+    ],
+    indirect=["address"],
+)
+def test_a_dead_rank_is_named_by_all_within_5_s(ranks, address, sig, victim):
+    fleet = start_world(ranks, 3, address)
+    fleet[victim].kill(sig)
+    expect_death(fleet, fleet[victim])
+
+
+def test_exit_without_bye_is_a_death(ranks, ipc_address):
+    fleet = start_world(ranks, 3, ipc_address)
+    fleet[1].tell("exit")
+    expect_death(fleet, fleet[1])
+
+
+@pytest.mark.parametrize("address", ["ipc", "tcp"], indirect=True)
+def test_port_in_use_is_named(ranks, address):
+    zero = Rank(0, 2, address)
+    ranks.append(zero)
+    one = Rank(1, 2, address)
+    ranks.append(one)
+    zero.fact("started")
+    again = Rank(0, 2, address)
+    ranks.append(again)
+    refused = again.fact("error")
+    assert refused["error"] == "HubError"
+    assert address in refused["text"]
+    assert "in use" in refused["text"]
+    leave([zero, one])
+
+
+def test_nobody_there_is_said_with_the_address(ipc_address):
+    hub = ZmqHub(1, 2, ipc_address)
+    with pytest.raises(HubError, match=f"no hub answers at {ipc_address}"):
+        hub.start(hello(1, 2), 0.3)
+
+
+def test_rank_0_makes_a_real_sequencer(ipc_address):
+    policy = PlanPolicy(world=1, node_ranks=1, segment_floor=64, whale_min=128, buckets=(64, 128), cost=CostModel.k3())
+    hub = ZmqHub(0, 1, ipc_address, policy, limits=HubLimits())
+    try:
+        hub.start(hello(0, 1), 10.0)
+        hub.mapped(10.0)
+        hub.send(Post(rank=0, request_id="r", tokens=bytes(4), prompt_hash="", max_tokens=1))
+        (refused,) = collect(hub, 1)
+        assert isinstance(refused, PostRefused)
+    finally:
+        hub.close()

@@ -1,0 +1,50 @@
+"""Fleets of real rank processes over the `tiny` checkpoint, started once per module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from whalez.fleet import Fleet
+from whalez.model.presets import make_checkpoint
+
+SETTINGS = {
+    "segment_floor": 64,
+    "chunk_tokens": 256,
+    "buckets": (64, 128, 256, 512, 1024),
+    "max_ctx": 4096,
+    "armed_rows": 32,
+    "slots": 8,
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `tiny` preset in f32."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_checkpoint(folder, "kimi-linear", "tiny", 0, dtype="f32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Fleet]]:
+    """Start fleets; all are stopped at the end of the module."""
+    fleets: list[Fleet] = []
+
+    def begin(model: Path, world: int, **changes: object) -> Fleet:
+        fleet = Fleet(model, world, **(SETTINGS | {"trace": True} | changes))  # type: ignore[arg-type]
+        fleet.start()
+        fleets.append(fleet)
+        return fleet
+
+    yield begin
+    for fleet in fleets:
+        fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def four(tiny: Path, start: Callable[..., Fleet]) -> Fleet:
+    return start(tiny, 4)

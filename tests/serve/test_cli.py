@@ -1,0 +1,263 @@
+"""The `whalez` command: what it writes, how it refuses, and that Ctrl-C is one line and two seconds."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from test_fleet import free_ports, group_lives
+
+from whalez import cli
+from whalez.engine import captures as capture
+from whalez.errors import WhalezError
+from whalez.fleet import Generated
+from whalez.hub.requests import Report
+
+#: The command with ranks that have no engine.
+DRIVER = """
+import sys
+sys.path.insert(0, {here!r})
+import test_fleet, whalez.fleet
+whalez.fleet.rank_command = test_fleet.fake_command
+whalez.fleet.LEAVE_S = {leave_s}
+from whalez.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "behave.json").write_text("{}")
+    (tmp_path / "prompt.json").write_text("[1, 2, 3]")
+    return folder
+
+
+@pytest.fixture
+def command(model: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    begun: list[subprocess.Popen] = []
+
+    def begin(*words: Any, leave_s: float = 0.3) -> subprocess.Popen:
+        code = DRIVER.format(here=str(Path(__file__).parent), leave_s=leave_s)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=model.parent,
+            env={**os.environ, "TMPDIR": str(model.parent)},
+        )
+        begun.append(process)
+        return process
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen, word: str) -> list[str]:
+    lines = []
+    assert process.stderr is not None
+    while True:
+        line = process.stderr.readline()
+        assert line, f"ended without {word!r}: {lines}"
+        lines.append(line.strip())
+        if word in line:
+            return lines
+
+
+def pids_in(lines: list[str]) -> list[int]:
+    return [int(line.split("pid ")[1].rstrip(")")) for line in lines if "(pid " in line]
+
+
+# ---- generate -------------------------------------------------------------------------------------------------
+@pytest.mark.multiprocess
+def test_generate_writes_what_it_was_asked_for(command: Callable[..., Any], model: Path) -> None:
+    (model.parent / "two.json").write_text("[[1, 2, 3], [9]]")
+    words = [
+        "--world",
+        "2",
+        "--poster",
+        "1",
+        "--max-tokens",
+        "2",
+        "--json",
+        "out.json",
+        "--logits",
+        "l.npz",
+        "--hidden",
+        "h.npz",
+        "--segment-floor",
+        "64",
+    ]
+    process = command("generate", "--model", model, "--tokens", "two.json", *words)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["[2, 3]", "[10, 10]"]
+    written = json.loads((model.parent / "out.json").read_text())
+    first, second = written["requests"]
+    assert first["tokens"] == [2, 3]
+    assert second["prompt_tokens"] == 1
+    wanted = "finish_reason lane why poster seq gang segments entry_launch ttft_s queue_s rendezvous_s prefill_s phases"
+    assert set(wanted.split()) <= set(first)
+    assert first["gang"] == [0, 1]
+    logits = np.load(model.parent / "l.npz")
+    assert sorted(logits) == ["request0_logits", "request1_logits"]
+    assert logits["request0_logits"].shape == (3, 4)
+    hidden = np.load(model.parent / "h.npz")
+    assert int(hidden["request1_start_1"]) == 10
+    assert (hidden["request0_hidden_1"] == 1).all()
+    assert list(model.parent.glob("whalez-*")) == []
+
+
+@pytest.mark.multiprocess
+def test_ctrl_c_is_one_line_within_two_seconds(command: Callable[..., Any], model: Path) -> None:
+    """With a rank that ignores the signal, so that all of the 1.5 s are used."""
+    (model / "behave.json").write_text('{"0": "stubborn"}')
+    words = ["--world", "2", "--max-tokens", "90000", "--max-ctx", "100000"]
+    process = command("generate", "--model", model, "--tokens", "prompt.json", *words, leave_s=1.5)
+    lines = read_until(process, "ranks serve")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signal.SIGINT)  # an impatient second one changes nothing
+    _, err = process.communicate(timeout=5)
+    took = time.monotonic() - began
+    assert 1.4 < took < 2.0 + 0.2 * os.getloadavg()[0]  # a busy machine is slow to end a Python
+    assert process.returncode == 128 + signal.SIGINT
+    assert err == "whalez: stopped by SIGINT\n"
+    assert not any(group_lives(pid) for pid in pids_in(lines))
+    assert list(model.parent.glob("whalez-*")) == []
+
+
+@pytest.mark.multiprocess
+def test_a_failed_start_is_one_line(command: Callable[..., Any], model: Path) -> None:
+    (model / "behave.json").write_text('{"1": "dies"}')
+    process = command("generate", "--model", model, "--tokens", "prompt.json", "--world", 2)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert out == ""
+    assert [line for line in err.splitlines() if "serves" not in line] == [
+        "whalez: rank 1 died: exited with 3; its last words: model.safetensors: tensor lm_head is cut short"
+    ]
+
+
+# ---- fleet ----------------------------------------------------------------------------------------------------
+@pytest.mark.multiprocess
+def test_fleet_restarts_the_world_and_ends_on_sigterm(command: Callable[..., Any], model: Path) -> None:
+    port = free_ports(3)
+    process = command("fleet", "--model", model, "--world", 2, "--listen", f"127.0.0.1:{port}", "--restart")
+    lines = read_until(process, f"all ranks: http://127.0.0.1:{port} ")
+    assert any(f"rank 1: http://127.0.0.1:{port + 2}" in line for line in lines)
+    first = pids_in(lines)
+    os.kill(first[0], signal.SIGKILL)
+    lines = read_until(process, "all ranks: ")
+    assert any("was killed by SIGKILL" in line and "starting again" in line for line in lines)
+    second = pids_in(lines)
+    assert len(second) == 2
+    assert not set(first) & set(second)
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=3)
+    assert err == "whalez: stopped by SIGTERM\n"
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not any(group_lives(pid) for pid in first + second)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def whalez(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Run the command in this process: exit code and stderr."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(*words: Any) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not JSON"),
+        ('{"a": 1}', "expected a list"),
+        ("[1, 2.5]", "expected a list"),
+        ('["a"]', "expected a list"),
+        ("[[1], 2]", "expected a list"),
+        ("[true]", "expected a list"),
+        ("[]", "prompt 0 is empty"),
+        ("[[1], []]", "prompt 1 is empty"),
+        ("null", "expected a list"),
+    ],
+)
+def test_a_bad_prompt_file_is_named(whalez: Callable[..., Any], model: Path, content: str, said: str) -> None:
+    path = model.parent / "bad.json"
+    path.write_text(content)
+    code, err = whalez("generate", "--model", model, "--tokens", path)
+    assert code == 1
+    assert err.startswith(f"whalez: {path}: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_usage_errors_are_2_and_settings_1(whalez: Callable[..., Any], model: Path) -> None:
+    prompt = model.parent / "prompt.json"
+    good = ["generate", "--model", model, "--tokens", prompt]
+    assert whalez(*good, "--poster", 4)[0] == 2
+    assert whalez(*good, "--lane", "fast")[0] == 2
+    assert whalez(*good, "--max-tokens", 0)[0] == 2
+    assert whalez(*good, "--json", "/nowhere/out.json")[0] == 2
+    assert whalez("generate", "--model", model / "none", "--tokens", prompt)[0] == 2
+    assert whalez("nonsense")[0] == 2
+    code, err = whalez(*good, "--segment-floor", 100, "--whale-min", 50)
+    assert code == 1
+    assert "whale_min" in err
+    assert whalez("--version")[0] == 0
+
+
+def test_a_bug_is_one_line_too(whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "read_prompts", lambda path: 1 / 0)
+    code, err = whalez("generate", "--model", model, "--tokens", model.parent / "prompt.json")
+    assert code == 1
+    assert err == "whalez: ZeroDivisionError: division by zero (this is a bug; --debug shows where)\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom whalez.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('numpy', 'numba', 'zmq', 'starlette', 'uvicorn', 'asyncio') if m in sys.modules])"
+    )
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    for name in ("generate", "fleet", "make-checkpoint", "plan", "doctor"):
+        assert f"  {name} " in out
+    assert out.splitlines()[-1] == "[]"
+
+
+# ---- captures -------------------------------------------------------------------------------------------------
+def test_a_capture_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "WAIT_S", 0.1)
+    report = Report(lane="whale", why="", poster=1, gang=(0, 1))
+    result = Generated("r", (1,), "length", 3, report, "")
+    folder = tmp_path / "capture" / "r"
+    folder.mkdir(parents=True)
+    np.savez(folder / "rank-1.npz", logits=np.zeros(2))
+    with contextlib.suppress(FileNotFoundError), pytest.raises(WhalezError, match=r"r: rank-0\.npz was not captured"):
+        capture.merge_captures(tmp_path, [result], tmp_path / "l.npz", None)

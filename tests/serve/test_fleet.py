@@ -1,0 +1,302 @@
+"""Fleet over real processes that play ranks: it comes up whole or not at all, and leaves nothing behind."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import whalez
+from whalez.errors import CheckpointError, ConfigError, HubError, PeerDied, RequestError, Unavailable, WhalezError
+from whalez.fleet import Fleet, rank_command
+
+pytestmark = pytest.mark.multiprocess
+
+FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
+
+
+def fake_command(fleet: Fleet, rank: int) -> list[str]:
+    """The real command line with another program in front."""
+    real = rank_command(fleet, rank)
+    at = real.index("-m")
+    return [*real[:at], FAKE_RANK, *real[at + 2 :]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "behave.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fleet]]:
+    """Start fleets; when the test is over, nothing of any of them may be left.
+
+    What a rank has to leave is cut here; test_cli shows that the real bound is kept.
+    """
+    monkeypatch.setattr("whalez.fleet.LEAVE_S", 0.3)
+    fleets: list[Fleet] = []
+
+    def begin(world: int = 2, behave: dict[int, str] | None = None, **options: Any) -> Fleet:
+        (model / "behave.json").write_text(json.dumps(behave or {}))
+        fleet = Fleet(model, world, command=fake_command, **options)
+        fleets.append(fleet)
+        fleet.start()
+        return fleet
+
+    yield begin
+    for fleet in fleets:
+        pids = fleet.pids()
+        fleet.stop()
+        assert leftovers(fleet, pids) == []
+
+
+def leftovers(fleet: Fleet, pids: dict[str, int]) -> list[str]:
+    """Processes of the fleet's groups, names of shared memory, the temporary folder."""
+    found = [name for name, pid in pids.items() if group_lives(pid)]
+    found += [str(path) for path in Path("/dev/shm").glob(f"whalez-{fleet.fleet_id}*")]
+    if fleet.run_dir.name.startswith("whalez-") and fleet.run_dir.exists():
+        found.append(str(fleet.run_dir))
+    return found
+
+
+def group_lives(pgid: int) -> bool:
+    """A member that is not a zombie: one whose parent died waits for init to collect it, and holds nothing."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+            if int(group) == pgid and state != "Z":
+                return True
+    return False
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` free ports in a row."""
+    for base in range(21000, 30000, count):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(base, base + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return base
+    raise AssertionError("no free ports")
+
+
+# ---- a fleet that works ---------------------------------------------------------------------------------------
+def test_generate_submit_status(start: Callable[..., Fleet]) -> None:
+    fleet = start(world=2, segment_floor=64)
+    assert all(os.getpgid(pid) == pid for pid in fleet.pids().values())  # a terminal's Ctrl-C passes them by
+    result = fleet.generate([1, 2, 3], max_tokens=4, poster=1)
+    assert result.tokens == (2, 3, 4, 2)
+    assert (result.finish_reason, result.prompt_tokens, result.report.poster) == ("length", 3, 1)
+    assert fleet.generate("ab", max_tokens=2).text == "bc"
+    several = [fleet.submit([i], max_tokens=3, poster=i % 2) for i in range(6)]
+    assert [each.result(10).tokens for each in several] == [(i + 1,) * 3 for i in range(6)]
+    streamed = fleet.submit([7], max_tokens=5)
+    assert list(streamed) == [8] * 5
+    assert list(streamed) == []
+    assert [status.rank for status in fleet.status() if status] == [0, 1]
+    assert "'--segment-floor', '64'" in (fleet.run_dir / "rank-1.log").read_text()
+    for bad in ([], [256], [-1], [1] * 100_000):
+        with pytest.raises(RequestError, match="prompt"):
+            fleet.submit(bad)
+    with pytest.raises(RequestError, match="max_tokens"):
+        fleet.submit([1], max_tokens=0)
+    with pytest.raises(ConfigError, match="poster"):
+        fleet.submit([1], poster=2)
+    endless = fleet.submit([1], max_tokens=90_000)
+    assert next(iter(endless)) == 2
+    endless.cancel()
+    with pytest.raises(Unavailable, match="cancelled"):
+        endless.result(10)
+    with pytest.raises(TimeoutError):
+        fleet.generate([1], max_tokens=90_000, timeout_s=0.01)
+    waiting = fleet.submit([1], max_tokens=90_000)
+    fleet.stop()
+    with pytest.raises(Unavailable, match="stopping"):
+        waiting.result(0)
+    with pytest.raises(Unavailable):
+        fleet.submit([1])
+
+
+def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
+    port = free_ports(3)
+    fleet = start(world=2, listen=f"127.0.0.1:{port}")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+        health = client.get("/health").json()
+        assert [row["rank"] for row in health["ranks"]] == [0, 1]
+        posters = set()
+        for _ in range(2):
+            got = client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 3}).json()
+            assert got["choices"][0]["text"] == "bcb"
+            posters.add(got["whalez"]["poster"])
+        assert posters == {0, 1}
+        body = {"prompt": [1], "max_tokens": 90_000, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as stream:  # a stream in flight delays no stop
+            assert next(stream.iter_lines()).startswith("data: ")
+            began = time.monotonic()
+            fleet.stop()
+            assert time.monotonic() - began < 2
+    taken = socket.socket()
+    with taken:
+        taken.bind(("127.0.0.1", port + 2))
+        with pytest.raises(HubError, match=str(port + 2)):
+            start(world=2, listen=f"127.0.0.1:{port}")
+
+
+def test_a_front_knows_no_arrays() -> None:
+    code = (
+        "import sys, whalez.serve.front, whalez.hub.zmq_link\n"
+        "print([name for name in ('numpy', 'numba') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+# ---- a fleet that fails ---------------------------------------------------------------------------------------
+def test_a_rank_that_dies_at_start_fails_the_start(start: Callable[..., Fleet]) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        PeerDied, match=r"^rank 1 died: exited with 3; its last words: model\.safetensors: tensor lm_head is cut short$"
+    ) as caught:
+        start(world=3, behave={1: "dies", 2: "stubborn"})
+    assert caught.value.rank == 1
+    assert time.monotonic() - began < 5
+
+
+def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> None:
+    with pytest.raises(WhalezError, match=r"not serving after 1 s: rank 1; last words: rank 1 up"):
+        start(world=2, behave={1: "mute"}, start_s=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "noticed by rank 0")]
+)
+def test_a_dead_rank_fails_its_requests_and_the_fleet(
+    start: Callable[..., Fleet], tmp_path: Path, number: int, how: str
+) -> None:
+    """Rank 0 notices and leaves at once with a word of its own; the error names the dead one all the same."""
+    fleet = start(world=3, behave={0: "tells", 2: "stubborn"}, run_dir=tmp_path / "run")
+    waiting = fleet.submit([1], max_tokens=90_000, poster=2)
+    next(iter(waiting))
+    pids = fleet.pids()
+    (tmp_path / "run" / "peers.json").write_text(json.dumps({"1": pids["rank 1"]}))
+    began = time.monotonic()
+    os.kill(pids["rank 1"], number)
+    with pytest.raises(PeerDied, match=f"^rank 1 died: {how}"):
+        fleet.wait()
+    assert time.monotonic() - began < 3
+    with pytest.raises(PeerDied, match="rank 1"):
+        waiting.result(0)
+    with pytest.raises(PeerDied, match="rank 1"):
+        fleet.generate([1])
+    assert leftovers(fleet, pids) == [f"/dev/shm/whalez-{fleet.fleet_id}-fake-2"]  # swept by stop
+    assert (tmp_path / "run" / "rank-0.log").exists()
+
+
+def test_post_mortems_of_a_fleet_that_served_are_kept(start: Callable[..., Fleet]) -> None:
+    """One that never served leaves nothing: a rank that dies at its start writes one here, and `start` looks for it."""
+    lines: list[str] = []
+    fleet = start(world=1, progress=lines.append)
+    (fleet.run_dir / "post-mortem-0.json").write_text("{}")
+    os.kill(fleet.pids()["rank 0"], signal.SIGKILL)
+    with pytest.raises(PeerDied):
+        fleet.wait()
+    fleet.stop()
+    assert lines[-1] == f"logs and post-mortems are in {fleet.run_dir}"
+    shutil.rmtree(fleet.run_dir)
+
+
+def test_run_dir_in_use_or_too_deep(start: Callable[..., Fleet], tmp_path: Path) -> None:
+    start(world=1, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="another fleet"):
+        start(world=1, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="socket path"):
+        start(world=1, run_dir=tmp_path / ("x" * 100))
+
+
+def test_settings_are_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Fleet(tmp_path)
+    with pytest.raises(ConfigError, match="segment_flor"):
+        Fleet(model, segment_flor=3)
+    with pytest.raises(ConfigError, match="whale_min"):
+        Fleet(model, segment_floor=100, whale_min=50)
+    with pytest.raises(ConfigError, match="listen"):
+        Fleet(model, listen="127.0.0.1:65535")
+
+
+# ---- the launcher dies ----------------------------------------------------------------------------------------
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+import test_fleet
+from whalez.fleet import Fleet
+fleet = Fleet({model!r}, 2, command=test_fleet.fake_command)
+with fleet:
+    print(*fleet.pids().values(), fleet.run_dir, flush=True)
+    fleet.wait()
+"""
+
+
+@pytest.fixture
+def launcher(model: Path) -> Iterator[Callable[..., tuple[subprocess.Popen, list[int], Path]]]:
+    begun: list[subprocess.Popen] = []
+
+    def begin(behave: dict[int, str]) -> tuple[subprocess.Popen, list[int], Path]:
+        (model / "behave.json").write_text(json.dumps(behave))
+        code = SCRIPT.format(here=str(Path(__file__).parent), model=str(model))
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        begun.append(process)
+        assert process.stdout is not None
+        *pids, run_dir = process.stdout.readline().split()
+        return process, [int(pid) for pid in pids], Path(run_dir)
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def test_ranks_die_with_a_killed_launcher(launcher: Callable[..., Any]) -> None:
+    process, pids, run_dir = launcher({})
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 2
+    while any(group_lives(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(group_lives(pid) for pid in pids)
+    for path in run_dir.iterdir():
+        path.unlink()
+    run_dir.rmdir()
+
+
+def test_ctrl_c_in_a_script_ends_everything(launcher: Callable[..., Any]) -> None:
+    process, pids, run_dir = launcher({})
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=5)
+    assert "KeyboardInterrupt" in err
+    assert not any(group_lives(pid) for pid in pids)
+    assert not run_dir.exists()
+
+
+def test_fleet_is_exported_lazily() -> None:
+    code = "import sys, whalez; print('asyncio' in sys.modules, whalez.Fleet.__name__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "Fleet"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", whalez.__version__)

@@ -1,0 +1,30 @@
+"""`whalez plan`: the planning functions a running fleet uses, for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from whalez.config import fleet_config
+from whalez.engine.sizing import plan_policy
+from whalez.model.config import KimiLinearConfig
+from whalez.planning import PlanRefused, describe_plan, plan_whale, predict_lanes
+
+
+def plan_lines(model_dir: Path, tokens: int, world: int, poster: int, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Lines to print. Raises ConfigError or CheckpointError."""
+    fleet = fleet_config(model_dir, world, settings)
+    policy = plan_policy(KimiLinearConfig.from_dir(model_dir), fleet)
+    plan = plan_whale(tokens, poster, policy)
+    if isinstance(plan, PlanRefused):
+        yield f"{tokens} tokens at rank {poster}: local lane ({plan.field}: {plan.reason})"
+        return
+    lanes = predict_lanes(tokens, plan, policy, fleet.chunk_tokens)
+    yield f"{tokens} tokens at rank {poster}: gang of {plan.width} of {world} ranks, {plan.supersteps} superstep"
+    yield f"{'rank':>5} {'start':>9} {'length':>9} {'KDA s':>9} {'MLA s':>9} {'MoE s':>9} {'wait s':>9}"
+    for row in describe_plan(tokens, plan, policy):
+        times = " ".join(f"{row[name]:9.3f}" for name in ("kda_s", "mla_s", "moe_s", "wait_s"))
+        yield f"{row['rank']:5d} {row['start']:9d} {row['length']:9d} {times}"
+    faster = "whale" if lanes.whale_is_faster else "local"
+    yield f"predicted prefill: whale {lanes.whale_s:.2f} s, local {lanes.local_s:.2f} s; --lane auto takes {faster}"

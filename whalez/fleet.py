@@ -1,0 +1,643 @@
+"""A fleet on this machine: start the rank processes, watch them, talk to them, leave nothing behind.
+
+`with Fleet(model, world=4) as fleet: fleet.generate(tokens, max_tokens=16)`
+
+Rule 1: a rank is only ever a process, a log and a link; nothing of an engine is imported here.
+Rule 2: whatever ends a fleet (end of the block, Ctrl-C, a dead rank, a failed start) ends every process of it in 2 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import operator
+import os
+import queue
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whalez.config import FleetConfig, fleet_config, setting_flags
+from whalez.errors import CheckpointError, ConfigError, PeerDied, RequestError, Unavailable, WhalezError
+from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
+from whalez.serve.completions import check_tokens, pack_tokens
+from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
+from whalez.serve.process import bind, front_command, parse_listen
+from whalez.serve.tokenizer import load_tokenizer
+
+LEAVE_S = 1.5  #: what a process has after the signal, or after a peer's death, before it is killed
+START_S = 300.0  #: the world has this long to come up
+LOG_TAIL_LINES = 3
+_DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
+_OUR_KILL = "did not leave and was killed"
+
+#: Runs in the child before the rank's own program. The kernel kills the child when the launcher is gone, however it
+#: went; the mark survives exec. A preexec_fn would do the same but runs Python between fork and exec of a process
+#: with threads.
+_TIED = (
+    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9,0,0,0);"
+    "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
+)
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generated:
+    """The result of one request."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: str  #: "stop" | "length"
+    prompt_tokens: int
+    report: Report
+    text: str  #: empty when the checkpoint has a vocabulary we cannot read
+
+
+class Pending:
+    """A request on its way. Iterate for the tokens as they come, or take the `result`."""
+
+    def __init__(self, fleet: Fleet, request_id: str, poster: int) -> None:
+        self.request_id = request_id
+        self.poster = poster
+        self._fleet = fleet
+        self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._result: concurrent.futures.Future[Generated] = concurrent.futures.Future()
+
+    def __iter__(self) -> Iterator[int]:
+        """Each token once. Raises what `result` raises."""
+        while (token := self._tokens.get()) is not None:
+            yield token
+        self._tokens.put(None)  # a second iteration ends at once instead of waiting for ever
+        self.result()
+
+    def result(self, timeout_s: float | None = None) -> Generated:
+        """Raises: RequestError, Unavailable or WhalezError as the rank said, the fleet's failure, TimeoutError."""
+        return self._result.result(timeout_s)
+
+    def cancel(self) -> None:
+        """Lose interest; the result is then an Unavailable unless the request was over already."""
+        self._fleet._cancel(self)
+
+    def _settle(self, outcome: Generated | WhalezError) -> None:
+        if not self._result.done():
+            if isinstance(outcome, Generated):
+                self._result.set_result(outcome)
+            else:
+                self._result.set_exception(outcome)
+            self._tokens.put(None)
+
+
+class _Process:
+    """One child in its own process group. Owns: the child until `reap`, its pidfd, nothing of its log."""
+
+    def __init__(self, name: str, rank: int | None, command: Sequence[str], log: Path, pass_fds: Sequence[int]) -> None:
+        self.name = name
+        self.rank = rank
+        self.log = log
+        self.how = ""  #: how it ended; empty while it runs
+        self.killed_by_signal = False
+        self.exited = asyncio.Event()
+        with log.open("wb") as out:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # a terminal's Ctrl-C reaches the launcher only, which then signals once
+                pass_fds=tuple(pass_fds),
+            )
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.is_reaped = False
+
+    def note_exit(self) -> None:
+        """The pidfd is readable. The child is not reaped yet, so that its pid keeps naming its process group."""
+        told = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert told is not None
+        self.killed_by_signal = told.si_code != os.CLD_EXITED
+        if self.killed_by_signal:
+            self.how = f"was killed by {signal.Signals(told.si_status).name}"
+        else:
+            self.how = f"exited with {told.si_status}"
+        self.exited.set()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def reap(self) -> None:
+        """Kill what is left of the group, the child's own children included, and collect the child. Idempotent."""
+        if self.is_reaped:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait()
+        self.is_reaped = True
+        os.close(self.pidfd)
+
+    def group_is_gone(self) -> bool:
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return True
+        return False
+
+    def last_words(self) -> str:
+        """The end of its log, on one line."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - 4096))
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        for line in reversed(lines):
+            if line.startswith("whalez: "):  # it said itself why
+                return line.removeprefix("whalez: ").removeprefix(f"{self.name}: ")
+        return " | ".join([line.strip() for line in lines if line.strip()][-LOG_TAIL_LINES:])
+
+    def obituary(self) -> str:
+        words = self.last_words()
+        return f"{self.how}; its last words: {words}" if words else f"{self.how} without a word"
+
+
+RankCommand = Callable[["Fleet", int], list[str]]
+
+
+def rank_command(fleet: Fleet, rank: int) -> list[str]:
+    """The command line of one rank."""
+    command = [sys.executable, "-m", "whalez.rank", "--rank", str(rank), "--world", str(fleet.world)]
+    command += ["--hub", fleet.hub_address, "--model", str(fleet.model), "--run", str(fleet.run_dir)]
+    # Its own id keeps this fleet's shared memory apart; the supervisor's stop has no grace.
+    command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--start-timeout", str(fleet.start_s)]
+    command += ["--threads", str(fleet.threads)]
+    command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
+    if fleet.listen is not None:
+        host, port = parse_listen(fleet.listen)
+        command += ["--listen", f"{f'[{host}]' if ':' in host else host}:{port + 1 + rank}"]
+    return command + setting_flags(fleet.settings)
+
+
+class Fleet:
+    """All ranks of a world on this machine.
+
+    Owns:      the rank processes, the front process, the run folder when it made it
+    Closed by: `stop`, or the end of the `with` block
+    Blocks:    start until every rank serves; stop at most 2 s
+
+    Args:
+        model: checkpoint folder
+        world: number of ranks
+        listen: `H:P` of one URL for all ranks; rank r's own is on port P + 1 + r. None: no HTTP
+        run_dir: logs, sockets, captures and post-mortems; kept when given, else a temporary folder that goes with the
+            fleet, unless a post-mortem lies in it
+        threads: GEMM threads of a rank; None: cores / world
+        pin: bind every rank to cores of its own
+        capture: have every rank write logits and hidden rows of each request to run_dir/capture/<request id>
+        trace: have every rank write one line per prefill launch to run_dir
+        start_s: the world has this long to come up
+        progress: called with one line for each thing that happened
+        settings: fleet settings by name (`segment_floor=64`), see `FleetConfig`
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        world: int = 4,
+        *,
+        listen: str | None = None,
+        run_dir: str | Path | None = None,
+        threads: int | None = None,
+        pin: bool = False,
+        capture: bool = False,
+        trace: bool = False,
+        start_s: float = START_S,
+        progress: Callable[[str], None] | None = None,
+        command: RankCommand | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = Path(model)
+        if not (self.model / "config.json").is_file():
+            raise CheckpointError(f"{self.model}: no config.json, so not a checkpoint")
+        if unknown := set(settings) - set(_setting_names()):
+            raise ConfigError(f"{min(unknown)}: not a fleet setting; there are {', '.join(_setting_names())}")
+        fleet_config(self.model, world, settings)  # refuses a bad setting by name before anything starts
+        if listen is not None:
+            port = parse_listen(listen)[1]
+            if not 0 < port <= 65535 - world:
+                raise ConfigError(f"listen: expected a port between 1 and {65535 - world}, got {port}")
+        self.world = world
+        self.listen = listen
+        self.settings = settings
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // world)
+        self.pin = pin
+        self.capture = capture
+        self.trace = trace
+        self.fleet_id = secrets.token_hex(6)
+        self.tokenizer = load_tokenizer(self.model)
+        self.run_dir = Path(run_dir) if run_dir is not None else Path()  #: the real one once started
+        self.failure: WhalezError | None = None  #: why the fleet is over, once it is
+        self._is_own_run_dir = run_dir is None
+        self.start_s = start_s
+        self._progress = progress or (lambda line: None)
+        self._command = command or rank_command
+        self._lock_fd: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        # Everything below belongs to the loop's thread.
+        self._processes: list[_Process] = []
+        self._links: list[Link] = []
+        self._open: dict[Pending, asyncio.Task[None]] = {}
+        self._statuses: list[Status | None] = [None] * world
+        self._failing: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._has_served = False
+        self._over = threading.Event()
+
+    # ---- life -------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Fleet:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def hub_address(self) -> str:
+        return f"ipc://{self.run_dir}/hub.sock"
+
+    @property
+    def links(self) -> list[str]:
+        return [link_address(self.run_dir, rank) for rank in range(self.world)]
+
+    def start(self) -> None:
+        """Return when every rank serves. Raises WhalezError with the rank and its last words; nothing is left then."""
+        assert self._thread is None, "started twice"
+        if self.listen is not None:
+            # A taken port should not cost the time it takes to load a model.
+            host, port = parse_listen(self.listen)
+            for offset in range(self.world + 1):
+                bind(f"{host}:{port + offset}").close()
+        self._take_run_dir()
+        try:
+            self._loop = asyncio.new_event_loop()
+            # The kernel ties the children to the thread that started them, so that thread lives as long as the fleet.
+            self._thread = threading.Thread(target=self._loop.run_forever, name="whalez-fleet", daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+            self._call(self._start_all())
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """One SIGTERM each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
+        atexit.unregister(self.stop)
+        loop, thread = self._loop, self._thread
+        try:
+            if loop is not None and thread is not None and thread.is_alive():
+                self._call(self._stop_all())
+        finally:
+            self._over.set()
+            for process in self._processes:  # only a second Ctrl-C leaves any
+                process.reap()
+            if loop is not None and thread is not None and thread.is_alive():
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join(timeout=1.0)
+                if not thread.is_alive():
+                    loop.close()
+            self._loop = self._thread = None
+            self._sweep()
+
+    def wait(self) -> None:
+        """Until the fleet fails (raised) or another thread stops it."""
+        # Short waits, because a signal's exception can only be raised between them on some platforms.
+        while not self._over.wait(0.5):
+            pass
+        if self.failure is not None:
+            raise self.failure
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+    def submit(
+        self,
+        prompt: str | Iterable[int],
+        *,
+        max_tokens: int = 16,
+        poster: int = 0,
+        lane: str = "auto",
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> Pending:
+        """Hand a prompt to rank `poster` and return at once; several may be on their way.
+
+        stop_tokens: None means the model's end-of-text ids; () runs to max_tokens
+        Raises: RequestError, ConfigError before anything is sent; the fleet's failure.
+        """
+        if not 0 <= poster < self.world:
+            raise ConfigError(f"poster: expected 0 to {self.world - 1}, got {poster}")
+        if lane not in ("auto", "whale", "local"):
+            raise ConfigError(f"lane: expected auto, whale or local, got {lane!r}")
+        if self.failure is not None:
+            raise self.failure
+        status = self._statuses[poster]
+        if self._loop is None or status is None:
+            raise Unavailable("the fleet is not running")
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(operator.index, prompt))
+        check_tokens(tokens, max_tokens, status)
+        pending = Pending(self, f"fleet-{secrets.token_hex(8)}", poster)
+        submit = Submit(
+            request_id=pending.request_id,
+            tokens=pack_tokens(tokens),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop_tokens=status.eos_tokens if stop_tokens is None else tuple(stop_tokens),
+            lane=lane,
+        )
+        self._loop.call_soon_threadsafe(self._begin, submit, pending)
+        return pending
+
+    def generate(self, prompt: str | Iterable[int], *, timeout_s: float | None = None, **options: Any) -> Generated:
+        """`submit` and wait for the result. A request that times out or is interrupted is cancelled."""
+        pending = self.submit(prompt, **options)
+        try:
+            return pending.result(timeout_s)
+        except BaseException:
+            pending.cancel()
+            raise
+
+    def status(self, timeout_s: float = 1.0) -> list[Status | None]:
+        """Every rank's own word, None for one that does not answer."""
+        if self._loop is None:
+            raise self.failure or Unavailable("the fleet is not running")
+        return self._call(self._ask_all(timeout_s))
+
+    def pids(self) -> dict[str, int]:
+        """Name ("rank 0", "front") -> process id."""
+        return {process.name: process.pid for process in self._processes}
+
+    # ---- the loop's thread: processes -------------------------------------------------------------------------
+    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        assert self._loop is not None
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C here must not leave the work running there
+            raise
+
+    async def _start_all(self) -> None:
+        for rank in range(self.world):
+            self._spawn(f"rank {rank}", rank, self._command(self, rank), self.run_dir / f"rank-{rank}.log")
+        self._links = [connect(address) for address in self.links]
+        began = time.monotonic()
+        serving = [asyncio.create_task(self._until_serving(rank)) for rank in range(self.world)]
+        await self._unless_failed(serving, began)
+        if self.listen is not None:
+            await self._unless_failed([asyncio.create_task(self._start_front(self.listen))], began)
+        self._has_served = True
+        self._progress(f"{self.world} ranks serve after {time.monotonic() - began:.1f} s")
+
+    async def _unless_failed(self, tasks: Sequence[asyncio.Task[None]], began: float) -> None:
+        """Wait for the tasks. Raises the fleet's failure as soon as there is one."""
+        work = asyncio.gather(*tasks)
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=0.1)
+                if self._failing is not None:
+                    await self._failing
+                    assert self.failure is not None
+                    raise self.failure
+                if self._is_stopping:
+                    raise Unavailable("the fleet was stopped")
+                if time.monotonic() - began > self.start_s:
+                    raise WhalezError(self._who_is_late())
+            work.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    def _who_is_late(self) -> str:
+        late = [p for p in self._processes if p.rank is None or self._statuses[p.rank] is None]
+        words = late[0].last_words() if late else ""
+        names = ", ".join(p.name for p in late)
+        return f"not serving after {self.start_s:g} s: {names}" + (f"; last words: {words}" if words else "")
+
+    async def _until_serving(self, rank: int) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError, WhalezError):
+                status = await self._links[rank].status(1.0)
+                if status.state == "serving":
+                    self._statuses[rank] = status
+                    self._progress(f"rank {rank} serves (pid {status.pid})")
+                    return
+            await asyncio.sleep(0.05)
+
+    async def _start_front(self, listen: str) -> None:
+        read_fd, write_fd = os.pipe()
+        try:
+            command = front_command(
+                self.links, listen, self.model.resolve().name, model_dir=str(self.model), ready_fd=write_fd
+            )
+            self._spawn("front", None, command, self.run_dir / "front.log", pass_fds=[write_fd])
+        finally:
+            os.close(write_fd)
+        loop = asyncio.get_running_loop()
+        ready = loop.create_future()
+
+        def said() -> None:
+            if not ready.done():
+                ready.set_result(os.read(read_fd, 16))
+
+        loop.add_reader(read_fd, said)
+        try:
+            if not await ready:  # it closed the pipe without a word: it is on its way out, and its exit says why
+                await asyncio.Event().wait()
+        finally:
+            loop.remove_reader(read_fd)
+            os.close(read_fd)
+
+    def _spawn(
+        self, name: str, rank: int | None, command: Sequence[str], log: Path, pass_fds: Sequence[int] = ()
+    ) -> None:
+        if self._is_stopping:
+            raise Unavailable("the fleet was stopped")
+        process = _Process(name, rank, command, log, pass_fds)
+        self._processes.append(process)
+        asyncio.get_running_loop().add_reader(process.pidfd, self._note_exit, process)
+
+    def _note_exit(self, process: _Process) -> None:
+        asyncio.get_running_loop().remove_reader(process.pidfd)
+        process.note_exit()
+        if not self._is_stopping and self._failing is None:
+            self._failing = asyncio.create_task(self._fail(process))
+
+    async def _fail(self, first: _Process) -> None:
+        """A process is gone that should not be: the others leave by themselves and say why, or are killed."""
+        await self._leave(LEAVE_S)
+        self.failure = self._blame(first)
+        await self._end_requests(self.failure)
+        self._over.set()
+
+    def _blame(self, first: _Process) -> WhalezError:
+        """Who ended the fleet: a killed rank, even if a peer left before we saw it; else whom the first one names."""
+        if first.rank is None:
+            return WhalezError(f"{first.name} {first.obituary()}")
+        killed = [p for p in self._processes if p.rank is not None and p.killed_by_signal]
+        if killed:
+            assert killed[0].rank is not None
+            return PeerDied(killed[0].rank, killed[0].obituary())
+        if named := _DEATH.search(first.last_words()):
+            return PeerDied(int(named[1]), named[2])
+        return PeerDied(first.rank, first.obituary())
+
+    async def _leave(self, seconds: float) -> None:
+        """Wait for all to exit, kill the rest, reap everything."""
+        waits = [asyncio.create_task(p.exited.wait()) for p in self._processes]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=seconds)
+            for task in late:
+                task.cancel()
+        loop = asyncio.get_running_loop()
+        for process in self._processes:
+            if not process.exited.is_set():
+                loop.remove_reader(process.pidfd)
+                process.how = _OUR_KILL
+                process.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.reap()
+        # What a rank started itself is nobody's child any more; it is dying, but not in no time.
+        for _ in range(5):  # a zombie that nobody collects looks alive, so not for long
+            if all(p.group_is_gone() for p in self._processes):
+                break
+            await asyncio.sleep(0.01)
+
+    async def _stop_all(self) -> None:
+        self._is_stopping = True
+        if self._failing is not None:
+            await self._failing
+        else:
+            for process in self._processes:
+                process.signal(signal.SIGTERM)
+            await self._end_requests(Unavailable("the fleet is stopping"))
+            await self._leave(LEAVE_S)
+        await asyncio.gather(*(link.close() for link in self._links))
+
+    # ---- the loop's thread: requests --------------------------------------------------------------------------
+    def _begin(self, submit: Submit, pending: Pending) -> None:
+        if self._is_stopping or self._failing is not None:
+            pending._settle(self.failure or Unavailable("the fleet is stopping"))
+            return
+        task = asyncio.create_task(self._serve(submit, pending))
+        self._open[pending] = task
+        task.add_done_callback(lambda _: self._open.pop(pending, None))
+
+    def _cancel(self, pending: Pending) -> None:
+        async def cancel() -> None:
+            if pending in self._open:
+                await self._links[pending.poster].cancel(pending.request_id)
+
+        if self._loop is not None and not pending._result.done():
+            asyncio.run_coroutine_threadsafe(cancel(), self._loop)
+
+    async def _serve(self, submit: Submit, pending: Pending) -> None:
+        where = f"rank {pending.poster}"
+        try:
+            async for response in self._links[pending.poster].submit(submit):
+                match response:
+                    case TokenOut():
+                        pending._tokens.put(response.token)
+                    case Done():
+                        pending._settle(self._generated(response))
+                    case Failed():
+                        pending._settle(_failure(response, where))
+        except WhalezError as error:
+            pending._settle(error)
+        pending._settle(Unavailable(f"{where}: the link closed before the request was over"))
+
+    async def _end_requests(self, why: WhalezError) -> None:
+        tasks = list(self._open.values())
+        for pending in list(self._open):
+            pending._settle(why)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask_all(self, timeout_s: float) -> list[Status | None]:
+        answers = await asyncio.gather(*(link.status(timeout_s) for link in self._links), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, (TimeoutError, WhalezError)):
+                raise answer
+        return [answer if isinstance(answer, Status) else None for answer in answers]
+
+    def _generated(self, done: Done) -> Generated:
+        return Generated(
+            request_id=done.request_id,
+            tokens=done.tokens,
+            finish_reason=done.finish_reason,
+            prompt_tokens=done.prompt_tokens,
+            report=done.report,
+            text=self.tokenizer.decode(done.tokens),
+        )
+
+    # ---- the run folder ---------------------------------------------------------------------------------------
+    def _take_run_dir(self) -> None:
+        """Make and lock the folder. Raises ConfigError when it is too deep for a socket or in use."""
+        if self._is_own_run_dir:
+            self.run_dir = Path(tempfile.mkdtemp(prefix="whalez-"))
+        else:
+            self.run_dir = self.run_dir.resolve()
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        longest = self.links[-1].removeprefix("ipc://")
+        if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
+            self._sweep()
+            raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
+        self._lock_fd = os.open(self.run_dir / "fleet.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+            raise ConfigError(f"run_dir: another fleet runs in {self.run_dir}") from None
+
+    def _sweep(self) -> None:
+        """Remove what a killed rank cannot remove itself: names of shared memory, and our own run folder."""
+        for path in Path("/dev/shm").glob(f"whalez-{self.fleet_id}-*"):
+            path.unlink(missing_ok=True)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+        if self._is_own_run_dir and self.run_dir != Path():
+            # A fleet that never served has said all there is to say in its error.
+            if self.failure is not None and self._has_served and any(self.run_dir.glob("post-mortem-*.json")):
+                self._progress(f"logs and post-mortems are in {self.run_dir}")
+            else:
+                shutil.rmtree(self.run_dir, ignore_errors=True)
+            self._is_own_run_dir = False
+
+
+def _setting_names() -> list[str]:
+    return [field.name for field in dataclasses.fields(FleetConfig) if field.name != "world"]
+
+
+def _failure(failed: Failed, where: str) -> WhalezError:
+    if failed.kind == "invalid":
+        return RequestError(failed.reason, param=failed.param)
+    reason = failed.reason if where in failed.reason else f"{where}: {failed.reason}"
+    return Unavailable(reason) if failed.kind in ("unavailable", "cancelled") else WhalezError(reason)

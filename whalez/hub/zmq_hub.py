@@ -1,0 +1,460 @@
+"""A rank's end of the control plane over ZeroMQ: one thread that owns two DEALERs, an outbox and an inbox.
+
+The loop never touches a socket: `send` appends to the outbox and writes an eventfd, `drain` empties the inbox.
+The thread watches the peers of this machine by pidfd and rank 0 by its beats; rank 0's own process also runs the
+sequencer's thread (`zmq_router.py`), which watches everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from whalez.clock import now_ns
+from whalez.errors import ConfigError, FleetRefused, HubError, PeerDied, WhalezError, WireError
+from whalez.hub import sockets, wire
+from whalez.hub.address import check_bind, check_connect, host_identity
+from whalez.hub.conductor import Conductor
+from whalez.hub.inbox import Inbox, message_bytes
+from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits, SequencerLike
+from whalez.hub.liveness import Liveness
+from whalez.hub.processes import PeerWatch, Wake
+from whalez.hub.sockets import SocketOptions
+from whalez.hub.zmq_router import INPROC, RouterThread
+from whalez.planning.choice import plan_whale
+from whalez.planning.policy import PlanPolicy
+from whalez.rendezvous.events import StopWanted
+from whalez.rendezvous.messages import Bye, Died, Hello, Mapped, Message, Refused, SlabEntry, Table, WorldStarts
+from whalez.rendezvous.sequencer import Sequencer
+
+_RETRY_NS = 20_000_000
+_FRAMES_PER_TURN = 64
+_CLOSE_NS = 1_000_000_000
+
+
+class ZmqHub:
+    """One rank's end of the control plane. See `interface.Hub` for every method.
+
+    Owns: a ZeroMQ context, its sockets, one thread (two on rank 0), an eventfd, pidfds. Closed by: `close`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        address: str,
+        policy: PlanPolicy | None = None,
+        *,
+        node_ranks: int | None = None,
+        sequencer: SequencerLike | None = None,
+        limits: HubLimits | None = None,
+        options: SocketOptions | None = None,
+    ) -> None:
+        """No socket is opened before `start`.
+
+        Args:
+            address:    where rank 0 listens: tcp://IP:PORT or ipc:///path (one machine only)
+            policy:     needed on rank 0 unless `sequencer` is given: what its Sequencer plans with
+            node_ranks: ranks per machine; below `world` means that peers are elsewhere. None = all are here
+            sequencer:  rank 0 only, instead of the one made from `policy`
+
+        Raises: HubError for an address that can not work, within a second.
+        """
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank: expected 0 to {world - 1}, got {rank}")
+        peers_elsewhere = node_ranks is not None and node_ranks < world
+        if rank == 0:
+            check_bind(address, peers_elsewhere=peers_elsewhere)
+            if sequencer is None:
+                assert policy is not None, "rank 0 needs a policy for its sequencer"
+                sequencer = Sequencer(world, policy, plan=plan_whale)
+        else:
+            assert node_ranks is None or node_ranks > 0
+            zero_is_here = node_ranks is not None and rank < node_ranks
+            check_connect(address, peers_elsewhere=peers_elsewhere and not zero_is_here)
+        self._rank = rank
+        self._world = world
+        self._address = address
+        self._sequencer = sequencer
+        self._limits = limits or HubLimits()
+        self._options = options or SocketOptions()
+        self._inbox = Inbox(self._limits)
+        self._launch = 0
+        self._lock = threading.Lock()  # guards the outbox and the phase
+        self._changed = threading.Condition(self._lock)
+        self._outbox: deque[Message] = deque()
+        self._outbox_bytes = 0
+        self._hello: Hello | None = None
+        self._table: tuple[SlabEntry, ...] | None = None
+        self._is_mapped = False
+        self._world_started = False
+        self._said_bye = False
+        self._is_closing = False
+        self._is_closed = False
+        self._heard_hub = False
+        self._wake = Wake()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._router: RouterThread | None = None
+        self._thread: threading.Thread | None = None
+
+    # ---- the loop's side ---------------------------------------------------------------------------------------
+    def start(self, hello: Hello, timeout_s: float) -> tuple[SlabEntry, ...]:
+        assert self._hello is None, "start is called once"
+        assert (hello.entry.rank, hello.world) == (self._rank, self._world)
+        wire.encode(hello, hello.entry.incarnation)  # an entry that can not travel is refused here, by name
+        self._hello = hello
+        self._context = sockets.make_context()
+        try:
+            if self._rank == 0:
+                assert self._sequencer is not None
+                conductor = Conductor(self._world, self._sequencer, hello.fingerprint)
+                self._router = RouterThread(
+                    self._context,
+                    self._address,
+                    conductor,
+                    hello,
+                    lambda: self._launch,
+                    self._limits,
+                    self._options,
+                )
+            where = INPROC if self._rank == 0 else self._address
+            frames = sockets.connect(self._context, where, self._options)
+            beats = sockets.connect(self._context, where, self._options)
+            self._thread = threading.Thread(
+                target=_MemberThread(self, frames, beats, hello).run, name=f"hub-{self._rank}", daemon=True
+            )
+            self._thread.start()
+            self._wait(lambda: self._table is not None, timeout_s, "the slab table")
+        except BaseException:
+            self.close()
+            raise
+        assert self._table is not None
+        return self._table
+
+    def mapped(self, timeout_s: float) -> None:
+        assert self._table is not None, "start comes first"
+        with self._lock:
+            self._is_mapped = True
+        self._wake.set()
+        self._wait(lambda: self._world_started, timeout_s, "all ranks to map the slabs")
+
+    def send(self, message: Message) -> None:
+        wire.check(message)
+        with self._lock:
+            self._inbox.raise_failure()
+            if len(self._outbox) >= self._limits.outbox_count or self._outbox_bytes >= self._limits.outbox_bytes:
+                failure = HubError(f"{len(self._outbox)} messages wait to be sent: the hub at {self._address} stalls")
+                self._inbox.fail(failure)
+                raise failure
+            self._outbox.append(message)
+            self._outbox_bytes += message_bytes(message)
+            self._said_bye |= isinstance(message, Bye)
+        self._wake.set()
+
+    def drain(self) -> list[Message]:
+        was_full = self._inbox.is_full
+        drained = self._inbox.drain()
+        if was_full:
+            self._wake.set()  # the thread may read again
+        return drained
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._inbox.failure
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        self._inbox.set_waker(wake)
+
+    def report_launch(self, launch: int) -> None:
+        self._launch = launch
+
+    def stop_world(self, grace_s: float | None = None) -> None:
+        """Rank 0 only: tell the sequencer that the world ends, now or after a drain of at most `grace_s`."""
+        assert self._router is not None, "the sequencer lives with rank 0"
+        self._router.order(StopWanted(grace_s))
+
+    @property
+    def bad_frames_total(self) -> int:
+        """Rank 0: frames that were none of this protocol, whoever sent them; counted and dropped."""
+        return self._router.bad_frames_total if self._router is not None else 0
+
+    @property
+    def stale_frames_total(self) -> int:
+        """Rank 0: frames of processes that do not belong to this world; answered with a refusal."""
+        return self._router.stale_frames_total if self._router is not None else 0
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._is_closing = True
+        self._wake.set()
+        ended = True
+        if self._thread is not None:
+            self._thread.join(_CLOSE_NS / 1e9 + 2.0)
+            ended = not self._thread.is_alive()
+        if self._router is not None:
+            ended = self._router.close() and ended
+        self._inbox.close()
+        with self._changed:
+            self._changed.notify_all()
+        if ended:
+            if self._context is not None:
+                self._context.destroy()  # waits at most for the sockets' linger
+            self._wake.close()
+
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not is_done():
+                self._inbox.raise_failure()
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise HubError(f"waited {timeout_s:g} s for {what}: {self._reason()}")
+                self._changed.wait(min(left_s, 0.5))
+
+    def _reason(self) -> str:
+        if self._router is not None and (missing := self._router.missing()):
+            return f"ranks {', '.join(map(str, missing))} are missing at {self._address}"
+        if not self._heard_hub:
+            return f"no hub answers at {self._address}"
+        return f"the hub at {self._address} answers, but not all ranks are there yet"
+
+
+class _MemberThread:
+    """The hub thread of one rank. Everything here runs in that thread, except the constructor."""
+
+    def __init__(self, hub: ZmqHub, frames: zmq.Socket[bytes], beats: zmq.Socket[bytes], hello: Hello) -> None:
+        self._hub = hub
+        self._frames = frames
+        self._beats = beats
+        self._own = hello.entry
+        self._inbox = hub._inbox
+        self._host = host_identity()
+        self._hello = wire.encode(hello, self._own.incarnation)
+        self._unsent: bytes | None = None
+        self._watch = PeerWatch()
+        self._liveness: Liveness[str] = Liveness()
+        self._ranks: dict[str, int] = {}
+        self._suspects: dict[str, int] = {}
+        self._left: set[int] = set()
+        self._told_death = False
+        self._told_mapped = False
+        self._repeat_due = 0
+        self._poller = zmq.Poller()
+        self._poller.register(frames, zmq.POLLIN)
+        self._poller.register(beats, zmq.POLLIN)
+        self._poller.register(hub._wake.fd, zmq.POLLIN)
+
+    def run(self) -> None:
+        try:
+            self._serve()
+            self._finish()
+        except Exception as error:
+            self._fail(HubError(f"the hub thread failed: {type(error).__name__}: {error}"))
+        finally:
+            self._watch.close()
+            self._frames.close()  # their linger applies when the context is terminated
+            self._beats.close()
+
+    def _serve(self) -> None:
+        hub = self._hub
+        beat_due = now_ns()
+        while not hub._is_closing:
+            now = now_ns()
+            wait_until = min(beat_due, *self._suspects.values(), now + BEAT_NS)
+            if self._has_unsent() and now < beat_due:
+                wait_until = min(wait_until, now + _RETRY_NS)
+            if hub._table is None:
+                wait_until = min(wait_until, self._repeat_due)
+            is_reading = not self._inbox.is_full
+            self._poller.modify(self._frames, zmq.POLLIN if is_reading else 0)
+            ready = dict(self._poller.poll(max(0, -(-(wait_until - now) // 1_000_000))))
+            if hub._wake.fd in ready:
+                hub._wake.clear()
+            if self._beats in ready:
+                self._read(self._beats)
+            if self._frames in ready:
+                self._read(self._frames)
+            for fd in ready:
+                if isinstance(fd, int) and fd != hub._wake.fd:
+                    self._ended(fd)
+            now = now_ns()
+            self._look_for_the_lost(now)
+            if now >= beat_due:
+                beat_due = now + BEAT_NS
+                self._beat()
+            self._say_what_starts(now)
+            self._send_waiting()
+
+    def _has_unsent(self) -> bool:
+        return self._unsent is not None or bool(self._hub._outbox)
+
+    # ---- receiving ---------------------------------------------------------------------------------------------
+    def _read(self, source: zmq.Socket[bytes]) -> None:
+        for _ in range(_FRAMES_PER_TURN):
+            if source is self._frames and self._inbox.is_full:
+                return
+            try:
+                parts = source.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(parts) != 1:
+                    raise WireError(f"{len(parts)} parts")
+                frame = wire.decode(parts[0])
+            except WireError as error:
+                # Only our own hub is at the other end of a DEALER, so this is no stranger's garbage.
+                self._fail(HubError(f"the hub at {self._hub._address} sent an impossible frame: {error}"))
+                return
+            self._take(frame)
+
+    def _take(self, frame: wire.Frame) -> None:
+        hub = self._hub
+        hub._heard_hub = True
+        table = hub._table
+        if table is not None and frame.incarnation != table[0].incarnation:
+            self._fail(
+                PeerDied(0, f"another process ({frame.incarnation}) answers at {hub._address}: it was restarted")
+            )
+            return
+        if table is not None:
+            self._liveness.heard(table[0].incarnation, now_ns())
+        match frame.message:
+            case wire.Beat() | Hello() | Mapped():
+                pass
+            case Table() as message:
+                if table is None:
+                    self._begin(message)
+            case WorldStarts():
+                self._advance("_world_started", True)
+            case Refused() as message:
+                self._fail(FleetRefused(message.reason, message.field))
+            case Died() as message:
+                self._told_death = True
+                self._fail(PeerDied(message.rank, message.how))
+            case Bye() as message:
+                if message.rank != self._own.rank:
+                    self._leave(message.rank)
+            case message:
+                self._inbox.put(message)
+
+    def _begin(self, table: Table) -> None:
+        """The table is complete: from now on every peer is watched."""
+        for entry in table.entries:
+            self._ranks[entry.incarnation] = entry.rank
+        self._advance("_table", table.entries)
+        if self._own.rank != 0:
+            self._liveness.heard(table.entries[0].incarnation, now_ns())
+        for entry in table.entries:
+            if entry.host != self._host or entry.pid == self._own.pid:
+                continue
+            try:
+                fd = self._watch.add(entry.incarnation, entry.pid)
+            except ProcessLookupError:
+                self._suspects[entry.incarnation] = now_ns()
+                continue
+            if fd is not None:
+                self._poller.register(fd, zmq.POLLIN)
+
+    def _advance(self, field: str, value: object) -> None:
+        with self._hub._changed:
+            setattr(self._hub, field, value)
+            self._hub._changed.notify_all()
+
+    def _leave(self, rank: int) -> None:
+        """This rank's exit is expected, and it touches no slab any more. The loop hears of it once."""
+        if rank not in self._left:
+            self._left.add(rank)
+            if rank == 0:
+                self._liveness.forget(next(each for each, known in self._ranks.items() if known == 0))
+            self._inbox.put(Bye(rank=rank))
+
+    # ---- death -------------------------------------------------------------------------------------------------
+    def _ended(self, fd: int) -> None:
+        self._poller.unregister(fd)
+        incarnation = self._watch.take(fd)
+        if incarnation is not None:
+            self._suspects[incarnation] = now_ns() + BYE_GRACE_NS
+
+    def _look_for_the_lost(self, now: int) -> None:
+        due = [each for each, at in self._suspects.items() if now >= at]
+        # Several ends seen in one turn: the others may have followed rank 0, whose death nobody can have told us of.
+        for incarnation in sorted(due, key=lambda each: self._ranks[each]):
+            del self._suspects[incarnation]
+            self._lost(self._ranks[incarnation], "its process has ended")
+        for incarnation, silence_ns in self._liveness.silent(now, self._watch.is_starved):
+            self._liveness.forget(incarnation)
+            self._lost(self._ranks[incarnation], f"silent for {silence_ns / 1e9:.1f} s")
+
+    def _lost(self, rank: int, how: str) -> None:
+        if self._hub._said_bye:
+            self._leave(rank)
+        elif rank not in self._left:
+            self._fail(PeerDied(rank, how))
+
+    def _fail(self, failure: WhalezError) -> None:
+        if not self._inbox.fail(failure):
+            return
+        if isinstance(failure, PeerDied) and failure.rank != 0 and not self._told_death:
+            # Say why before this rank ends too, so that the others name the first that died and not us.
+            self._put_on_wire(wire.encode(Died(rank=failure.rank, how=failure.how[:2000]), self._own.incarnation))
+        with self._hub._changed:
+            self._hub._changed.notify_all()
+
+    # ---- sending -----------------------------------------------------------------------------------------------
+    def _beat(self) -> None:
+        beat = wire.encode(wire.Beat(rank=self._own.rank), self._own.incarnation)
+        with contextlib.suppress(zmq.Again):
+            self._beats.send(beat, zmq.NOBLOCK)
+        if not self._has_unsent():
+            self._put_on_wire(wire.encode(wire.Beat(rank=self._own.rank, on_frames=True), self._own.incarnation))
+
+    def _say_what_starts(self, now: int) -> None:
+        """Hello until there is a table, Mapped until the world starts; repeated, because a connection that is cut
+        before the barrier does no harm."""
+        hub = self._hub
+        if hub._table is None:
+            data = self._hello
+        elif hub._is_mapped and not hub._world_started:
+            data = wire.encode(Mapped(rank=self._own.rank), self._own.incarnation)
+            if not self._told_mapped:
+                self._told_mapped = True
+                self._repeat_due = now
+        else:
+            return
+        if now >= self._repeat_due:
+            self._repeat_due = now + (BEAT_NS if self._put_on_wire(data) else _RETRY_NS)
+
+    def _put_on_wire(self, data: bytes) -> bool:
+        try:
+            self._frames.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _send_waiting(self) -> None:
+        """As much of the outbox as the pipe takes; a message leaves the outbox only when ZeroMQ has it."""
+        hub = self._hub
+        while True:
+            if self._unsent is None:
+                with hub._lock:
+                    if not hub._outbox:
+                        return
+                    message = hub._outbox.popleft()
+                    hub._outbox_bytes -= message_bytes(message)
+                self._unsent = wire.encode(message, self._own.incarnation)
+            if not self._put_on_wire(self._unsent):
+                return
+            self._unsent = None
+
+    def _finish(self) -> None:
+        deadline = now_ns() + _CLOSE_NS
+        self._send_waiting()
+        while self._has_unsent() and now_ns() < deadline and self._frames.poll(100, zmq.POLLOUT):
+            self._send_waiting()

@@ -1,0 +1,66 @@
+"""How a front is started and where it listens; light, so that whoever starts one need not import it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from whalez.errors import ConfigError, HubError
+
+PR_SET_PDEATHSIG = 1
+
+
+def front_command(
+    links: Sequence[str],
+    listen: str,
+    model_name: str,
+    *,
+    model_dir: str | None = None,
+    parent: int | None = None,
+    ready_fd: int | None = None,
+    grace_s: float = 0.0,
+) -> list[str]:
+    """The command line that starts a front."""
+    command = [sys.executable, "-m", "whalez.serve.front", "--listen", listen, "--model-name", model_name]
+    for link in links:
+        command += ["--link", link]
+    if model_dir is not None:
+        command += ["--model", model_dir]
+    if parent is not None:
+        command += ["--parent", str(parent)]
+    if ready_fd is not None:
+        command += ["--ready-fd", str(ready_fd)]
+    return [*command, "--grace", str(grace_s)]
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`H:P`, `[H6]:P`. Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"listen: expected HOST:PORT, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def bind(listen: str) -> socket.socket:
+    """A bound socket, so that a taken port is an error before anything else starts. Raises HubError."""
+    host, port = parse_listen(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise HubError(f"cannot listen on {listen}: {os.strerror(error.errno or 0) or error}") from None
+    return sock
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when the thread of `parent` that started it is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
