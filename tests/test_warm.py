@@ -61,6 +61,20 @@ def test_a_second_start_compiles_nothing() -> None:
     assert second.stdout.strip() == "compiled: []"
 
 
+PREPARE = "import os; from whalez.warm import prepare; prepare(os.environ); print(os.environ['NUMBA_CACHE_DIR'])"
+
+
+def test_a_rank_started_by_hand_uses_the_same_folder() -> None:
+    assert run("-c", PREPARE, NUMBA_CACHE_DIR="/elsewhere").stdout.strip() == str(warm.warm(os.environ))
+
+
+def test_a_rank_without_a_cache_says_so_in_one_line() -> None:
+    done = run("-c", PREPARE, WHALEZ_CACHE="/proc/nowhere")
+    assert done.returncode == 2
+    assert done.stderr.startswith("whalez: WHALEZ_CACHE: expected a folder")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_module_imports_nothing_heavy() -> None:
     code = "import sys, whalez.warm; print(sorted({'numba', 'numpy', 'scipy', 'zmq'} & set(sys.modules)))"
     assert run("-c", code).stdout.strip() == "[]"

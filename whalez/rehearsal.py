@@ -167,6 +167,7 @@ def rehearse() -> None:
     config = KimiLinearConfig.from_json(PRESETS["tiny"])
     fleet = FleetConfig(
         world=WORLD,
+        node_ranks=WORLD,
         chunk_tokens=2 * SEGMENT,
         buckets=(2 * SEGMENT,),
         segment_floor=SEGMENT,

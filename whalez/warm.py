@@ -94,6 +94,19 @@ def use_cache(env: MutableMapping[str, str]) -> None:
     env.update(kernel_environment(env))
 
 
+def prepare(env: MutableMapping[str, str]) -> None:
+    """For a rank's entry point, before its other imports: fill the cache, or wait for the rank that does, and name it.
+
+    Raises: SystemExit(2) after one line on stderr.
+    """
+    try:
+        warm(env)
+    except WhalezError as error:
+        print(f"whalez: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    use_cache(env)
+
+
 # ---- filling --------------------------------------------------------------------------------------------------
 def is_ready(folder: Path, stamp: str) -> bool:
     with contextlib.suppress(OSError):
