@@ -263,3 +263,18 @@ def placement_from_environment(env: Mapping[str, str]) -> Placement:
         world = number("WORLD_SIZE")
         return Placement("kubernetes", number("JOB_COMPLETION_INDEX"), world, hub(world, None, port, master), None)
     return Placement("none", hub=env.get("WHALEZ_HUB"))
+
+
+def cache_dir(env: Mapping[str, str]) -> Path:
+    """Where whalez keeps what it can make again: `$WHALEZ_CACHE`, else `whalez` in `$XDG_CACHE_HOME` or in `~/.cache`.
+
+    Raises: ConfigError when this user has no home and neither variable is set.
+    """
+    if own := env.get("WHALEZ_CACHE"):
+        return Path(own).absolute()
+    shared = Path(env.get("XDG_CACHE_HOME", ""))
+    if shared.is_absolute():  # a relative one is to be ignored, says the XDG specification
+        return shared / "whalez"
+    home = Path(env["HOME"]) if env.get("HOME") else Path("~").expanduser()
+    _require(home.is_absolute(), "WHALEZ_CACHE", "a folder for compiled kernels, for this user has no home", str(home))
+    return home / ".cache" / "whalez"
