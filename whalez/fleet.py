@@ -37,6 +37,7 @@ from whalez.serve.completions import check_tokens, pack_tokens
 from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
 from whalez.serve.process import bind, front_command, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
+from whalez.warm import kernel_environment, warm
 
 LEAVE_S = 1.5  #: what a process has after the signal, or after a peer's death, before it is killed
 START_S = 300.0  #: the world has this long to come up
@@ -119,6 +120,7 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 process_group=0,  # a terminal's Ctrl-C reaches the launcher only, which then signals once
                 pass_fds=tuple(pass_fds),
+                env={**os.environ, **kernel_environment(os.environ)},
             )
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -291,6 +293,8 @@ class Fleet:
             host, port = parse_listen(self.listen)
             for offset in range(self.world + 1):
                 bind(f"{host}:{port + offset}").close()
+        if self._command is rank_command:
+            self._prepare()
         self._take_run_dir()
         try:
             self._loop = asyncio.new_event_loop()
@@ -302,6 +306,14 @@ class Fleet:
         except BaseException:
             self.stop()
             raise
+
+    def _prepare(self) -> None:
+        """Refuse what cannot work here before anything starts, and compile the kernels once for all ranks."""
+        from whalez.doctor import Machine, examine, refuse  # numpy: not for those who only import Fleet
+
+        here = Machine(env=os.environ)
+        refuse(examine(self.world, self.model, self.settings, self.threads, machine=here, quick=True))
+        warm(os.environ, lambda name, i, n: self._progress(f"compiling {name} ({i}/{n})"))
 
     def stop(self) -> None:
         """One SIGTERM each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""

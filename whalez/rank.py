@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+
+from whalez.warm import prepare
+
+if __name__ == "__main__":  # before anything imports numba, which reads the name of its cache once
+    prepare(os.environ)
+
 import secrets
 import signal
 import socket

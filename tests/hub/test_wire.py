@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whalez.hub import requests as req
 from whalez.errors import WireError
+from whalez.hub import requests as req
 from whalez.hub import wire
 from whalez.planning.plan import GangPlan
 from whalez.rendezvous import messages as msg

@@ -33,6 +33,7 @@ def main() -> int:
         parser.add_argument(flag, type=int, required=True)
     for flag in ("--model", "--run", "--fleet-id"):
         parser.add_argument(flag, required=True)
+    parser.add_argument("--capture", action="store_true")
     args, _ = parser.parse_known_args()
     run_dir = Path(args.run)
     words = json.loads((Path(args.model) / "behave.json").read_text())
@@ -69,7 +70,7 @@ def main() -> int:
             out.append(token)
             time.sleep(0.001)
         report = Report(lane="whale", why="fake", poster=args.rank, gang=tuple(range(args.world)))
-        if submit.capture:
+        if args.capture:
             folder = run_dir / "capture" / submit.request_id
             folder.mkdir(parents=True)
             for rank in range(args.world):
