@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from whalez.version import __version__
+
 if TYPE_CHECKING:
     from whalez.fleet import Fleet as Fleet
 
-__version__ = "0.1.0"
 __all__ = ["Fleet", "__version__"]
 
 

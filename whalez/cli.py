@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from whalez import __version__
 from whalez.config import fleet_options, rank_options
 from whalez.errors import RequestError, WhalezError
+from whalez.version import __version__
 
 if TYPE_CHECKING:
     from whalez.fleet import Fleet, Generated

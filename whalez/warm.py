@@ -28,9 +28,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from whalez import __version__
 from whalez.config import cache_dir
 from whalez.errors import ConfigError, WhalezError
+from whalez.version import __version__
 
 NUMBA_VARIABLE = "NUMBA_CACHE_DIR"
 STAMP_FILE = "ready"

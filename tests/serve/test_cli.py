@@ -29,6 +29,7 @@ sys.path.insert(0, {here!r})
 import test_fleet, whalez.fleet
 whalez.fleet.rank_command = test_fleet.fake_command
 whalez.fleet.LEAVE_S = {leave_s}
+whalez.fleet.Fleet._prepare = lambda self: None
 from whalez.cli import main
 main()
 """
