@@ -464,7 +464,8 @@ class _MemberThread:
             return
         probe = wire.encode(wire.Probe(rank=self._own.rank), self._own.incarnation)
         has_probed = False
-        deadline = now_ns() + _CLOSE_NS
+        # Rank 0 said Bye: it may have closed already, which only its silence can tell.
+        deadline = now_ns() + (_CLOSE_NS // 4 if 0 in self._left else _CLOSE_NS)
         while not self._heard_echo and now_ns() < deadline:
             self._send_waiting()
             has_probed = has_probed or (not self._has_unsent() and self._put_on_wire(probe))
