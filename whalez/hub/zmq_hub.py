@@ -18,7 +18,7 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import ConfigError, FleetRefused, HubError, PeerDied, WhalezError, WireError
 from whalez.hub import sockets, wire
-from whalez.hub.address import check_bind, check_connect, host_identity
+from whalez.hub.address import check_bind, check_connect
 from whalez.hub.conductor import Conductor
 from whalez.hub.inbox import Inbox, message_bytes
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits, SequencerLike
@@ -231,7 +231,6 @@ class _MemberThread:
         self._beats = beats
         self._own = hello.entry
         self._inbox = hub._inbox
-        self._host = host_identity()
         self._hello = wire.encode(hello, self._own.incarnation)
         self._unsent: bytes | None = None
         self._watch = PeerWatch()
@@ -349,7 +348,7 @@ class _MemberThread:
         if self._own.rank != 0:
             self._liveness.heard(table.entries[0].incarnation, now_ns())
         for entry in table.entries:
-            if entry.host != self._host or entry.pid == self._own.pid:
+            if entry.host != self._own.host or entry.pid == self._own.pid:
                 continue
             try:
                 fd = self._watch.add(entry.incarnation, entry.pid)

@@ -18,7 +18,6 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import HubError, WireError
 from whalez.hub import sockets, wire
-from whalez.hub.address import host_identity
 from whalez.hub.conductor import Conductor, Out
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits
 from whalez.hub.liveness import Liveness
@@ -80,7 +79,6 @@ class RouterThread:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake.fd, zmq.POLLIN)
-        self._host = host_identity()
         conductor.received(
             self._own.incarnation, own_hello, now_ns(), 0
         )  # first of all, so that differences are told against rank 0
@@ -228,7 +226,7 @@ class RouterThread:
                 self._liveness.heard(incarnation, now)
 
     def _watch_process(self, incarnation: str, hello: Hello) -> None:
-        if hello.entry.host != self._host or hello.entry.pid == self._own.pid:
+        if hello.entry.host != self._own.host or hello.entry.pid == self._own.pid:
             return
         try:
             fd = self._watch.add(incarnation, hello.entry.pid)
