@@ -12,7 +12,7 @@ import pytest
 import zmq
 from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 
-from whalez.errors import PeerDied
+from whalez.errors import HubError, PeerDied
 from whalez.hub import wire
 from whalez.hub.interface import HubLimits
 from whalez.hub.sockets import SocketOptions
@@ -224,3 +224,13 @@ def test_a_bug_in_the_sequencer_reaches_every_rank_as_the_loss_of_rank_0(start, 
         assert isinstance(failure, PeerDied)
         assert failure.rank == 0
         assert "a bug" in failure.how
+
+
+def test_a_hub_closed_before_it_starts_opens_nothing(tmp_path):
+    """A signal may close while another thread is about to start."""
+    threads = threading.enumerate()
+    hub = ZmqHub(0, 1, f"ipc://{tmp_path}/hub.sock", sequencer=PassOn(1))
+    hub.close()
+    with pytest.raises(HubError, match="closed"):
+        hub.start(hello(0, 1), TIMEOUT_S)
+    assert threading.enumerate() == threads
