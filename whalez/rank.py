@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before anything imports numba, which reads the nam
 
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -39,6 +38,7 @@ from whalez.errors import ConfigError, WhalezError
 from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
+from whalez.hub.address import host_identity
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
 from whalez.model.cache import StateCache
@@ -130,13 +130,14 @@ class RankProcess:
         slabs = HostSlabs(layout, fleet_id=rank.fleet_id, rank=rank.rank, incarnation=self.incarnation)
         self._closers.append(slabs.close)
         slabs.create()
-        all_here = rank.hub.startswith(("ipc://", "tcp://127."))  # whatever node_ranks says about placement
-        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=None if all_here else fleet.node_ranks)
+        # An ipc address says that all ranks are here, whatever node_ranks says about placement.
+        node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
+        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=node_ranks)
         self._closers.append(hub.close)
         entry = SlabEntry(
             rank=rank.rank,
             incarnation=self.incarnation,
-            host=socket.gethostname(),
+            host=host_identity(),
             pid=os.getpid(),
             ticket=slabs.ticket,
         )
