@@ -70,7 +70,21 @@ def test_flags_win_over_the_checkpoint_which_wins_over_defaults(tmp_path: Path) 
     assert fleet_config(tmp_path, 2, {"segment_floor": 50}).whale_min == 100
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"segment_flor": 3}', '{"world": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        '{"segment_flor": 3}',
+        '{"world": 3}',
+        '{"buckets": 5}',
+        '{"buckets": ["a"]}',
+        '{"segment_floor": "64"}',
+        '{"slots": 1.5}',
+        '{"slots": true}',
+        '{"stall_s": null}',
+    ],
+)
 def test_a_bad_settings_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "whalez.json").write_text(text)
     with pytest.raises(ConfigError, match=r"whalez\.json"):

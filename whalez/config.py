@@ -28,6 +28,17 @@ def _require(ok: bool, field: str, expected: str, got: object) -> None:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}")
 
 
+def _require_type(field: str, name: str, value: object) -> None:
+    """JSON and Python callers can hand in anything; comparing a text with a number would only say TypeError."""
+    if name == "buckets":
+        ok = isinstance(value, list | tuple) and all(type(item) is int for item in value)
+        _require(ok, field, "a list of whole numbers", value)
+    elif name.endswith("_s"):
+        _require(type(value) in (int, float), field, "a number of seconds", value)
+    else:
+        _require(type(value) is int, field, "a whole number", value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
     """Equal on every rank of a fleet."""
@@ -134,6 +145,8 @@ _SETTING_HELP: dict[str, str] = {
     "stuck_s": "Seconds without progress until the fleet stops.",
 }
 
+SETTING_NAMES = tuple(_SETTING_HELP)  #: what flags and `Fleet(...)` can set; whalez.json can also set page_tokens
+
 
 def _setting_type(name: str) -> click.ParamType[Any] | type:
     if name == "buckets":
@@ -189,6 +202,8 @@ def fleet_config(model_dir: Path, world: int, settings: Mapping[str, Any]) -> Fl
     known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
     for name in merged:
         _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
+    for name, value in merged.items():
+        _require_type(f"{path}: {name}" if name not in flags else name, name, value)
     if "buckets" in merged:
         merged["buckets"] = tuple(merged["buckets"])
     merged.setdefault("node_ranks", world)  # a launcher that knows of several machines says so
