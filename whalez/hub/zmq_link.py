@@ -565,7 +565,10 @@ class AsyncLinkClient:
 
     async def close(self) -> None:
         """Open streams end with Failed("unavailable"). Idempotent."""
-        await asyncio.to_thread(self._thread.close)
+        try:
+            await asyncio.to_thread(self._thread.close)
+        except RuntimeError:  # the interpreter is ending and its executors take no more work
+            self._thread.close()
 
     async def __aenter__(self) -> AsyncLinkClient:
         return self
