@@ -20,7 +20,7 @@ from whalez.config import FleetConfig
 from whalez.engine.launch import LaunchResult, LaunchRunner
 from whalez.engine.live import Live
 from whalez.engine.records import Capture, TraceFile
-from whalez.engine.sampler import sample
+from whalez.engine.sampler import check_sampling, sample
 from whalez.engine.scheduler import Chunk, LaunchPlan, Scheduler
 from whalez.errors import LocalProtocolError, RequestError, Unavailable, WhalezError
 from whalez.fabric.doorbell import Bells
@@ -246,6 +246,7 @@ class Loop:
             if self.state != "serving":
                 raise Unavailable(f"rank {self.rank} is {self.state}")
             prompt = self._checked_prompt(submit)
+            check_sampling(submit.temperature, submit.top_p, submit.seed)
             whale, why = self._choose_lane(submit.lane, len(prompt))
             if submit.request_id in self._live:
                 raise RequestError(f"request_id: {submit.request_id!r} is being served", "request_id")
@@ -283,6 +284,8 @@ class Loop:
         return prompt
 
     def _choose_lane(self, lane: str, length: int) -> tuple[bool, str]:
+        if lane not in ("auto", "whale", "local"):
+            raise RequestError(f"lane: expected auto, whale or local, got {lane[:40]!r}", "lane")
         if lane == "local":
             return False, "asked for"
         plan = plan_whale(length, self.rank, self.policy)
