@@ -104,3 +104,32 @@ def test_nonsense_about_sampling_or_lane_is_refused_and_others_go_on(
     assert isinstance(ends["good"], Done)
     assert isinstance(ends["bad"], Failed)
     assert (ends["bad"].kind, ends["bad"].param) == ("invalid", field)
+
+
+def test_a_request_behind_the_last_launch_is_answered(start: Callable[..., One]) -> None:
+    one = start()
+    one.loop.drain(0.0)
+    turn = one.loop.turn
+
+    def last_turn() -> bool:
+        goes_on = turn()
+        if not goes_on:
+            one.ask("late")
+        return goes_on
+
+    one.loop.turn = last_turn  # type: ignore[method-assign]
+    one.loop.run()
+    end = one.ends()["late"]
+    assert isinstance(end, Failed)
+    assert end.kind == "unavailable"
+
+
+def test_what_runs_when_the_world_stops_and_what_comes_after_is_answered(start: Callable[..., One]) -> None:
+    one = start(max_ctx=256)
+    one.ask("runs", max_tokens=200)
+    one.turns(1)
+    one.hub.stop_world()
+    one.loop.run()
+    one.ask("after")
+    ends = one.ends()
+    assert [type(ends[name]) for name in ("runs", "after")] == [Failed, Failed]

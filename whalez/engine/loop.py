@@ -7,6 +7,7 @@ its inbox, or a heartbeat tick wakes it, and it then launches like everybody els
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections import deque
@@ -114,6 +115,7 @@ class Loop:
         self._drain_wanted: deque[float] = deque()  # grace seconds; filled by signal handlers
         self._drain_deadline_ns: int | None = None
         self._drained = False
+        self._over: tuple[str, str] | None = None  #: kind and reason of every answer once no launch will follow
         self._longest_s = 0.0
         self._whale: Gather | None = None  # of the superstep being entered or under way
 
@@ -121,6 +123,8 @@ class Loop:
     def submit(self, client: bytes, request: Submit | CancelRequest) -> None:
         """Put a client's request into the inbox and ring."""
         self._submitted.append((client, request, now_ns(), self.launch))
+        if self._over is not None:  # looked at after the append: whoever ended the loop before has emptied the inbox
+            self._refuse_submitted(*self._over)
         self.bells.wake()
 
     def drain(self, grace_s: float) -> None:
@@ -157,6 +161,7 @@ class Loop:
         while self.turn():
             pass
         self.state = "stopping"
+        self._end_all("unavailable", "the fleet is stopping")
         bye = Bye(rank=self.rank)
         self.hub.send(bye)
         self._receive(bye)  # the hub brings the others' only
@@ -331,13 +336,23 @@ class Loop:
     def fail_all(self, reason: str) -> None:
         """The fleet stops: end every request with an error that says why."""
         self.state = "failed"
-        while self._submitted:
-            client, request, *_ = self._submitted.popleft()
-            if isinstance(request, Submit):
-                self._refuse(client, request, "internal", reason)
-        for live in list(self._live.values()):
-            self.reply(live.client, Failed(request_id=live.request_id, kind="internal", reason=reason))
+        self._end_all("internal", reason)
+
+    def _end_all(self, kind: str, reason: str) -> None:
+        """No launch follows: answer what is here, and from now on whatever comes."""
+        self._over = kind, reason
+        self._refuse_submitted(kind, reason)
+        for live in self._live.values():
+            self.reply(live.client, Failed(request_id=live.request_id, kind=kind, reason=reason))
         self._live.clear()
+
+    def _refuse_submitted(self, kind: str, reason: str) -> None:
+        """From the loop and, once it is over, from the link's thread."""
+        with contextlib.suppress(IndexError):  # empty: the other thread may have taken the last one
+            while True:
+                client, request, *_ = self._submitted.popleft()
+                if isinstance(request, Submit):
+                    self._refuse(client, request, kind, reason)
 
     # ---- leaving ----------------------------------------------------------------------------------------------
     def _begin_drain(self, grace_s: float, *, alone: bool) -> None:
