@@ -133,3 +133,13 @@ def test_what_runs_when_the_world_stops_and_what_comes_after_is_answered(start: 
     one.ask("after")
     ends = one.ends()
     assert [type(ends[name]) for name in ("runs", "after")] == [Failed, Failed]
+
+
+def test_armed_rows_above_a_chunk_do_not_overfill_a_launch(start: Callable[..., One]) -> None:
+    """While Stop is committed launches are armed ones; the slab was sized by the chunk."""
+    one = start(chunk_tokens=8, armed_rows=256, slots=2, max_ctx=64)
+    one.ask("long", tokens=np.arange(40, dtype="<i4").tobytes())
+    one.hub.stop_world()
+    while one.loop.turn():
+        pass
+    assert one.loop.scheduler.entry("long").prefilled > 0
