@@ -50,11 +50,17 @@ from whalez.model.trace import Stopwatch
 from whalez.model.weights import expert_bounds
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.parallel.expert import PairedExperts
-from whalez.planning import check_plan
+from whalez.planning import PlanPolicy, check_plan, plan_whale
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
+from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import link_address
 from whalez.serve.process import front_command
+
+
+def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
+    """Rank 0's sequencing machine under this fleet's settings."""
+    return Sequencer(fleet.world, policy, plan=plan_whale, deadline_ns=int(fleet.gather_deadline_s * 1e9))
 
 
 class RankProcess:
@@ -132,7 +138,8 @@ class RankProcess:
         slabs.create()
         # An ipc address says that all ranks are here, whatever node_ranks says about placement.
         node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
-        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=node_ranks)
+        sequencer = make_sequencer(fleet, policy) if rank.rank == 0 else None
+        hub = ZmqHub(rank.rank, fleet.world, rank.hub, node_ranks=node_ranks, sequencer=sequencer)
         self._closers.append(hub.close)
         entry = SlabEntry(
             rank=rank.rank,
