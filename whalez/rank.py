@@ -31,7 +31,7 @@ from whalez.config import (
 )
 from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
-from whalez.engine.loop import Loop, explain
+from whalez.engine.loop import Loop
 from whalez.engine.records import Capture, TraceFile, write_post_mortem
 from whalez.engine.sizing import plan_policy, slab_spec
 from whalez.errors import ConfigError, WhalezError
@@ -81,8 +81,14 @@ class RankProcess:
             loop = self._start()
             loop.run()
         except WhalezError as error:
-            self._fail(error, traceback.format_exc())
+            self._fail(str(error), error)
             print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
+            return 1
+        except Exception as error:  # our own mistake; the process ends here, and its clients hear why all the same
+            what = f"{type(error).__name__}: {error}"
+            self._fail(what, error)
+            traceback.print_exc()
+            print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
             return 1
         finally:
             for close in reversed(self._closers):
@@ -249,7 +255,7 @@ class RankProcess:
 
         self._closers.append(stop)
 
-    def _fail(self, error: WhalezError, trace: str) -> None:
+    def _fail(self, reason: str, error: Exception) -> None:
         """End the requests with an error that says why, and leave a post-mortem."""
         record: dict[str, Any] = {
             "rank": self.rank.rank,
@@ -257,11 +263,11 @@ class RankProcess:
             "pid": os.getpid(),
             "error": type(error).__name__,
             "message": str(error),
-            "traceback": trace,
+            "traceback": "".join(traceback.format_exception(error)),
         }
         loop = self.loop
         if loop is not None:
-            self._health.failure = str(error)
+            self._health.failure = reason
             bells = loop.bells
             record |= {
                 "launch": loop.launch,
@@ -279,7 +285,7 @@ class RankProcess:
                 "running": loop.scheduler.running_count,
                 "waiting": loop.scheduler.waiting_count,
             }
-            loop.fail_all(explain(error))
+            loop.fail_all(f"the fleet stopped: {reason}")
         write_post_mortem(self.rank.run_dir, self.rank.rank, record)
 
 

@@ -23,7 +23,7 @@ from whalez.engine.live import Live
 from whalez.engine.records import Capture, TraceFile
 from whalez.engine.sampler import check_sampling, sample
 from whalez.engine.scheduler import Chunk, LaunchPlan, Scheduler
-from whalez.errors import LocalProtocolError, RequestError, Unavailable, WhalezError
+from whalez.errors import LocalProtocolError, RequestError, Unavailable
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH
 from whalez.hub.interface import Hub
@@ -530,8 +530,3 @@ class Loop:
                 "layers_ns": self.runner.watch.ns.tolist(),
             }
         )
-
-
-def explain(error: WhalezError) -> str:
-    """One line for clients: what stopped the fleet."""
-    return f"the fleet stopped: {error}"
