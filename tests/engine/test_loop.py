@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.solo import Solo, solo
+from helpers.solo import Solo, solo
 from whalez.engine.loop import Loop
 from whalez.engine.sizing import plan_policy
 from whalez.hub.local import LocalHub
