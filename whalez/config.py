@@ -52,6 +52,8 @@ class FleetConfig:
         _require(self.world >= 1, "world", "at least 1", self.world)
         for field in ("chunk_tokens", "segment_floor", "max_ctx", "armed_rows", "node_ranks", "slots", "page_tokens"):
             _require(getattr(self, field) >= 1, field, "at least 1", getattr(self, field))
+        # A member hands its last 3 rows to the next one's convolution.
+        _require(self.segment_floor >= 3, "segment_floor", "at least 3", self.segment_floor)
         _require(self.attention_window >= 1, "attention_window", "at least 1 token", self.attention_window)
         _require(
             len(self.buckets) > 0 and all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False)),
@@ -168,6 +170,15 @@ def setting_flags(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def _json_type(name: str, value: object) -> tuple[str, bool]:
+    """What a setting must be in JSON, and whether `value` is that."""
+    if name == "buckets":
+        return "a list of whole numbers", isinstance(value, list) and all(type(rows) is int for rows in value)
+    if name.endswith("_s"):
+        return "a number", type(value) in (int, float)
+    return "a whole number", type(value) is int
+
+
 def fleet_config(model_dir: Path, world: int, settings: Mapping[str, Any]) -> FleetConfig:
     """Flags over what the checkpoint's `whalez.json` brings over the defaults.
 
@@ -182,13 +193,15 @@ def fleet_config(model_dir: Path, world: int, settings: Mapping[str, Any]) -> Fl
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: expected a JSON object of fleet settings: {error}") from None
         _require(isinstance(merged, dict), str(path), "a JSON object of fleet settings", merged)
+        known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
+        for name, value in merged.items():
+            _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
+            expected, fits = _json_type(name, value)
+            _require(fits, f"{path}: {name}", expected, value)
     flags = {name: value for name, value in settings.items() if value is not None and name in _SETTING_HELP}
     if "segment_floor" in flags and "whale_min" not in flags:
         merged.pop("whale_min", None)
     merged.update(flags)
-    known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
-    for name in merged:
-        _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
     if "buckets" in merged:
         merged["buckets"] = tuple(merged["buckets"])
     merged.setdefault("node_ranks", world)  # a launcher that knows of several machines says so
