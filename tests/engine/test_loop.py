@@ -143,3 +143,21 @@ def test_armed_rows_above_a_chunk_do_not_overfill_a_launch(start: Callable[..., 
     while one.loop.turn():
         pass
     assert one.loop.scheduler.entry("long").prefilled > 0
+
+
+def test_a_post_that_the_grace_cuts_short_is_not_called_cancelled_by_its_client(
+    start: Callable[..., One], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    monkeypatch.setattr(one.loop, "_choose_lane", lambda lane, length: (True, "asked for"))
+    one.ask("posted")
+    with monkeypatch.context() as deaf:
+        deaf.setattr(one.hub, "drain", list)  # the sequencer's answer is on its way
+        one.turns(1)
+        one.loop.drain(0.0)
+        one.turns(1)
+        assert one.ends() == {}
+    one.loop.run()
+    end = one.ends()["posted"]
+    assert isinstance(end, Failed)
+    assert (end.kind, end.reason) == ("unavailable", "the fleet is stopping")

@@ -22,7 +22,7 @@ from whalez.engine.launch import LaunchResult, LaunchRunner
 from whalez.engine.live import Live
 from whalez.engine.records import Capture, TraceFile
 from whalez.engine.sampler import check_sampling, sample
-from whalez.engine.scheduler import Chunk, LaunchPlan, Scheduler
+from whalez.engine.scheduler import Chunk, LaunchPlan, Phase, Scheduler
 from whalez.errors import LocalProtocolError, RequestError, Unavailable
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH
@@ -306,20 +306,25 @@ class Loop:
 
     def _cancel(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        if live is None:
+        if live is not None:
+            self._drop(live, "cancelled", "cancelled by the client")
+
+    def _drop(self, live: Live, kind: str, reason: str) -> None:
+        """End a request early: now, or as soon as its post ends or its superstep is over."""
+        if live.dropped is not None:
             return
-        live.cancelled = True
-        if request_id in self.scheduler and self.scheduler.entry(request_id).phase.name == "POSTED":
-            self._perform(WithdrawWanted(request_id))  # ends as PostEnded, or in a superstep whose result is dropped
+        live.dropped = kind, reason
+        if self.scheduler.entry(live.request_id).phase is Phase.POSTED:
+            self._perform(WithdrawWanted(live.request_id))  # ends as PostEnded, or in a superstep of no use
         else:
-            self._fail(live, "cancelled", "cancelled by the client")
+            self._fail(live, kind, reason)
 
     def _post_ended(self, request_id: str, reason: str) -> None:
         live = self._live[request_id]
         self.scheduler.post_ended(request_id)
         live.why = f"no gang: {reason}"
-        if live.cancelled:
-            self._fail(live, "cancelled", "cancelled by the client")
+        if live.dropped is not None:
+            self._fail(live, *live.dropped)
 
     def _refuse(self, client: bytes, submit: Submit, kind: str, reason: str, param: str | None = None) -> None:
         self.reply(client, Failed(request_id=submit.request_id, kind=kind, reason=reason, param=param))
@@ -367,11 +372,7 @@ class Loop:
             return
         if now_ns() >= self._drain_deadline_ns:
             for live in list(self._live.values()):
-                if self.scheduler.entry(live.request_id).phase.name == "POSTED":
-                    if not live.cancelled:
-                        self._cancel(live.request_id)
-                else:
-                    self._fail(live, "unavailable", "the fleet is stopping")
+                self._drop(live, "unavailable", "the fleet is stopping")
         if not self._live:
             self._drained = True
             self._perform(DrainedHere())
@@ -466,8 +467,8 @@ class Loop:
 
     def _emit(self, live: Live, logits: np.ndarray) -> None:
         """Sample the next token of a request and say so; end it if it is complete."""
-        if live.cancelled:
-            self._fail(live, "cancelled", "cancelled by the client")
+        if live.dropped is not None:
+            self._fail(live, *live.dropped)
             return
         submit = live.submit
         if self.capture is not None:
