@@ -34,7 +34,7 @@ from whalez.engine.launch import LaunchRunner
 from whalez.engine.loop import Loop
 from whalez.engine.records import Capture, TraceFile, write_post_mortem
 from whalez.engine.sizing import plan_policy, slab_spec
-from whalez.errors import ConfigError, WhalezError
+from whalez.errors import ConfigError, Unavailable, WhalezError
 from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
@@ -228,7 +228,7 @@ class RankProcess:
 
     def _submit(self, client: bytes, request: Any) -> None:
         if self.loop is None:
-            raise WhalezError("the rank is starting")
+            raise Unavailable("the rank is starting")
         self.loop.submit(client, request)
 
     def _start_front(self) -> None:
