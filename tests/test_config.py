@@ -29,6 +29,7 @@ GOOD = {"world": 4, "node_ranks": 4}
         ("world", 0),
         ("chunk_tokens", 0),
         ("segment_floor", 0),
+        ("segment_floor", 2),  # fewer rows than the convolution hands to the next segment
         ("max_ctx", 0),
         ("armed_rows", 0),
         ("node_ranks", 0),
@@ -83,6 +84,10 @@ def test_flags_win_over_the_checkpoint_which_wins_over_defaults(tmp_path: Path) 
         '{"slots": 1.5}',
         '{"slots": true}',
         '{"stall_s": null}',
+        '{"slots": "2"}',
+        '{"slots": 2.5}',
+        '{"stall_s": "1"}',
+        '{"max_ctx": null}',
     ],
 )
 def test_a_bad_settings_file_is_named(tmp_path: Path, text: str) -> None:

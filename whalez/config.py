@@ -63,6 +63,8 @@ class FleetConfig:
         _require(self.world >= 1, "world", "at least 1", self.world)
         for field in ("chunk_tokens", "segment_floor", "max_ctx", "armed_rows", "node_ranks", "slots", "page_tokens"):
             _require(getattr(self, field) >= 1, field, "at least 1", getattr(self, field))
+        # A member hands its last 3 rows to the next one's convolution.
+        _require(self.segment_floor >= 3, "segment_floor", "at least 3", self.segment_floor)
         _require(self.attention_window >= 1, "attention_window", "at least 1 token", self.attention_window)
         _require(
             len(self.buckets) > 0 and all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False)),
@@ -195,15 +197,16 @@ def fleet_config(model_dir: Path, world: int, settings: Mapping[str, Any]) -> Fl
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: expected a JSON object of fleet settings: {error}") from None
         _require(isinstance(merged, dict), str(path), "a JSON object of fleet settings", merged)
+        known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
+        for name, value in merged.items():
+            _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
+            _require_type(f"{path}: {name}", name, value)
     flags = {name: value for name, value in settings.items() if value is not None and name in _SETTING_HELP}
     if "segment_floor" in flags and "whale_min" not in flags:
         merged.pop("whale_min", None)
+    for name, value in flags.items():
+        _require_type(name, name, value)
     merged.update(flags)
-    known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
-    for name in merged:
-        _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
-    for name, value in merged.items():
-        _require_type(f"{path}: {name}" if name not in flags else name, name, value)
     if "buckets" in merged:
         merged["buckets"] = tuple(merged["buckets"])
     merged.setdefault("node_ranks", world)  # a launcher that knows of several machines says so

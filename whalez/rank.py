@@ -31,10 +31,10 @@ from whalez.config import (
 )
 from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
-from whalez.engine.loop import Loop, explain
+from whalez.engine.loop import Loop
 from whalez.engine.records import Capture, TraceFile, write_post_mortem
 from whalez.engine.sizing import plan_policy, slab_spec
-from whalez.errors import ConfigError, WhalezError
+from whalez.errors import ConfigError, Unavailable, WhalezError
 from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
@@ -50,11 +50,17 @@ from whalez.model.trace import Stopwatch
 from whalez.model.weights import expert_bounds
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.parallel.expert import PairedExperts
-from whalez.planning import check_plan
+from whalez.planning import PlanPolicy, check_plan, plan_whale
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
+from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import link_address
 from whalez.serve.process import front_command
+
+
+def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
+    """Rank 0's sequencing machine under this fleet's settings."""
+    return Sequencer(fleet.world, policy, plan=plan_whale, deadline_ns=int(fleet.gather_deadline_s * 1e9))
 
 
 class RankProcess:
@@ -75,8 +81,14 @@ class RankProcess:
             loop = self._start()
             loop.run()
         except WhalezError as error:
-            self._fail(error, traceback.format_exc())
+            self._fail(str(error), error)
             print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
+            return 1
+        except Exception as error:  # our own mistake; the process ends here, and its clients hear why all the same
+            what = f"{type(error).__name__}: {error}"
+            self._fail(what, error)
+            traceback.print_exc()
+            print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
             return 1
         finally:
             for close in reversed(self._closers):
@@ -132,7 +144,8 @@ class RankProcess:
         slabs.create()
         # An ipc address says that all ranks are here, whatever node_ranks says about placement.
         node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
-        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=node_ranks)
+        sequencer = make_sequencer(fleet, policy) if rank.rank == 0 else None
+        hub = ZmqHub(rank.rank, fleet.world, rank.hub, node_ranks=node_ranks, sequencer=sequencer)
         self._closers.append(hub.close)
         entry = SlabEntry(
             rank=rank.rank,
@@ -215,7 +228,7 @@ class RankProcess:
 
     def _submit(self, client: bytes, request: Any) -> None:
         if self.loop is None:
-            raise WhalezError("the rank is starting")
+            raise Unavailable("the rank is starting")
         self.loop.submit(client, request)
 
     def _start_front(self) -> None:
@@ -242,7 +255,7 @@ class RankProcess:
 
         self._closers.append(stop)
 
-    def _fail(self, error: WhalezError, trace: str) -> None:
+    def _fail(self, reason: str, error: Exception) -> None:
         """End the requests with an error that says why, and leave a post-mortem."""
         record: dict[str, Any] = {
             "rank": self.rank.rank,
@@ -250,11 +263,11 @@ class RankProcess:
             "pid": os.getpid(),
             "error": type(error).__name__,
             "message": str(error),
-            "traceback": trace,
+            "traceback": "".join(traceback.format_exception(error)),
         }
         loop = self.loop
         if loop is not None:
-            self._health.failure = str(error)
+            self._health.failure = reason
             bells = loop.bells
             record |= {
                 "launch": loop.launch,
@@ -272,7 +285,7 @@ class RankProcess:
                 "running": loop.scheduler.running_count,
                 "waiting": loop.scheduler.waiting_count,
             }
-            loop.fail_all(explain(error))
+            loop.fail_all(f"the fleet stopped: {reason}")
         write_post_mortem(self.rank.run_dir, self.rank.rank, record)
 
 

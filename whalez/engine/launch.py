@@ -67,7 +67,7 @@ class LaunchRunner:
             self.watch.layer = layer
             if isinstance(w.mlp, MoeWeights):
                 self.experts.moe(layer, 0, w.mlp, self._nothing, lambda: None)
-                self.hooks.progress(layer)
+            self.hooks.progress(layer)
 
     def phases(self) -> dict[str, float]:
         """Seconds of the last launch: kda, mla, dense, moe (router, shared, routed), exchange_wait, other."""
