@@ -72,6 +72,7 @@ class RankProcess:
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
+        self._slabs: HostSlabs | None = None
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -92,15 +93,18 @@ class RankProcess:
             return 1
         finally:
             for close in reversed(self._closers):
-                close()
+                try:
+                    close()
+                except Exception:  # what is left must be closed all the same
+                    traceback.print_exc()
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """First signal: leave within the grace. Second, or before the world runs: exit now."""
         self._signals += 1
         if self.loop is None or self._signals > 1:
-            for close in reversed(self._closers):
-                close()
+            if self._slabs is not None:
+                self._slabs.unlink()  # the one thing that would outlive the process
             os._exit(128 + number)
         self.loop.drain(self.rank.grace_s)
 
@@ -141,6 +145,7 @@ class RankProcess:
         layout = SlabLayout.from_spec(spec)
         slabs = HostSlabs(layout, fleet_id=rank.fleet_id, rank=rank.rank, incarnation=self.incarnation)
         self._closers.append(slabs.close)
+        self._slabs = slabs
         slabs.create()
         # An ipc address says that all ranks are here, whatever node_ranks says about placement.
         node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
@@ -253,7 +258,7 @@ class RankProcess:
                 front.kill()
                 front.wait()
 
-        self._closers.append(stop)
+        self._closers.insert(0, stop)  # closed last: it passes on what the link flushes
 
     def _fail(self, reason: str, error: Exception) -> None:
         """End the requests with an error that says why, and leave a post-mortem."""

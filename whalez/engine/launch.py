@@ -69,6 +69,10 @@ class LaunchRunner:
                 self.experts.moe(layer, 0, w.mlp, self._nothing, lambda: None)
             self.hooks.progress(layer)
 
+    def waited_s(self) -> float:
+        """Seconds the last launch spent waiting for other ranks."""
+        return float(self.watch.ns[:, [Part.PAIR_WAIT, Part.GANG_WAIT]].sum() / 1e9)
+
     def phases(self) -> dict[str, float]:
         """Seconds of the last launch: kda, mla, dense, moe (router, shared, routed), exchange_wait, other."""
         seconds = self.watch.ns / 1e9

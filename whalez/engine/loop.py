@@ -239,6 +239,8 @@ class Loop:
 
     def _reserve(self, effect: Reserve) -> Reserved | CannotReserve:
         _, length = effect.plan.segment(self.rank)
+        if effect.plan.supersteps != 1:
+            return CannotReserve(effect.seq, f"{effect.plan.supersteps} supersteps, this engine runs whales of one")
         if not effect.is_owner and self.state != "serving":
             return CannotReserve(effect.seq, f"rank {self.rank} is {self.state}")
         if length > self.rows_max:
@@ -389,7 +391,7 @@ class Loop:
         result = self.runner.run(self.launch, batch, wanted)
         took_ns = now_ns() - started_ns
         # A fleet whose launches are long is not stuck sooner than ten of them.
-        self._longest_s = max(self._longest_s, took_ns / 1e9)
+        self._longest_s = max(self._longest_s, took_ns / 1e9 - self.runner.waited_s())
         self.bells.stuck_s = max(self.fleet.stuck_s, 10 * self._longest_s)
         if batch.rows_count:
             self._publish(compose, plan, batch, result, started_ns, took_ns)
