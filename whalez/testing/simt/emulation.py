@@ -3,10 +3,10 @@
 An emulation is declared by a pattern for the opcode, so intrinsics of the project have no CPU branch: the harness meets
 their text. Three kinds:
 
-    @emulate(r"redux\\.sync\\.add\\.s32", scope="warp")      a Python function on numpy arrays (tens of microseconds a call)
+    @emulate(r"redux\\.sync\\.add\\.s32", scope="warp")    a Python function on numpy arrays (tens of us a call)
     def _(value, mask): ...
-    emulate_ir(r"tanh\\.approx\\.f32", "  %r = call ...")    LLVM IR, inlined into the thread
-    emulate_native(r"mma\\..*", "simt_mma_...", "warp")     a function of simt_rt.c (about a microsecond)
+    emulate_ir(r"tanh\\.approx\\.f32", "  %r = call ...")  LLVM IR, inlined into the thread
+    emulate_native(r"mma\\..*", "simt_mma_...", "warp")   a function of simt_rt.c (about a us)
 
 The last declared that matches wins. All that the project uses are in ptx.py, each with a numpy test.
 """
@@ -161,8 +161,8 @@ def emulate(pattern: str, scope: Scope = "thread") -> Callable[[Callable[..., An
         pattern: regex for the whole opcode, or for the whole text where it is more than one statement
         scope:   who executes the statement together
     The function gets the sources in the order of the PTX text, one argument each: {..} as array (lanes, registers) of
-    the constraint's type, registers and [addresses] as (lanes,), literals as they stand; without the lanes axis in scope
-    "thread". It returns the destination, or a tuple of them, in the same shapes.
+    the constraint's type, registers and [addresses] as (lanes,), literals as they stand; scope "thread" has no lanes
+    axis. It returns the destination, or a tuple of them, in the same shapes.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,14 +173,18 @@ def emulate(pattern: str, scope: Scope = "thread") -> Callable[[Callable[..., An
 
 
 def emulate_ir(pattern: str, body: Body) -> None:
-    """Declare LLVM IR as the meaning of a statement of one thread: inputs are %a0, %a1.. in the order of $n without the
-    outputs; it ends in a ret."""
+    """Declare LLVM IR as the meaning of a statement of one thread.
+
+    Inputs are %a0, %a1.. in the order of $n without the outputs; it ends in a ret.
+    """
     REGISTRY.insert(0, Emulation(re.compile(pattern), "ir", "thread", body))
 
 
 def emulate_native(pattern: str, symbol: str, scope: Scope) -> None:
-    """Declare a function of simt_rt.c as the meaning: the slots of each lane hold the operands in the order of the text,
-    destinations and literals included."""
+    """Declare a function of simt_rt.c as the meaning.
+
+    The slots of each lane hold the operands in the order of the text, destinations and literals included.
+    """
     address_of(symbol)
     REGISTRY.insert(0, Emulation(re.compile(pattern), "native", scope, symbol))
 
