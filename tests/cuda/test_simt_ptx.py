@@ -160,6 +160,8 @@ def toward(direction, exact, t):
 
 REGISTER_CASES = [
     ("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", (FLOATS, Y), [joined(rounded_to_bf16(FLOATS), rounded_to_bf16(Y))]),
+    ("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", (FLOATS, Y), [joined(rounded_to_bf16(Y), rounded_to_bf16(FLOATS))]),
+    ("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", (Y,), [joined(rounded_to_bf16(Y), rounded_to_bf16(Y))]),
     ("cvt.rn.bf16.f32 $0, $1;", "=h,f", (FLOATS,), [rounded_to_bf16(FLOATS)]),
     ("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", (Y * 1e3, Y), [joined(f16_bits(Y * 1e3), f16_bits(Y))]),
     ("cvt.rn.f16.f32 $0, $1;", "=h,f", (Y * 1e4,), [f16_bits(Y * 1e4)]),
@@ -168,6 +170,8 @@ REGISTER_CASES = [
     ("cvt.rna.tf32.f32 $0, $1;", "=r,f", (NUMBERS,), [tf32_bits(NUMBERS).view("u4")]),
     ("cvt.rna.tf32.f32 $0, $1;", "=f,f", (Y,), [tf32_bits(Y)]),
     ("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", (A, B, PRMT_SELECTORS), [prmt(A, B, PRMT_SELECTORS)]),
+    ("prmt.b32 $0, $3, $1, $2;", "=r,r,r,r", (B, PRMT_SELECTORS, A), [prmt(A, B, PRMT_SELECTORS)]),
+    ("mov.b32 $0, {$2, $1};", "=r,h,h", (H2, H), [joined(H2, H)]),
     ("mov.b32 $0, {$1, $2};", "=r,h,h", (H, H2), [joined(H2, H)]),
     ("mov.b64 $0, {$1, $2};", "=l,r,r", (A, B), [B.astype("u8") << np.uint64(32) | A]),
     ("mov.b64 $0, {$1,$2,$3,$4};", "=l,h,h,h,h", (H, H2, H2, H), [np.stack([H, H2, H2, H], 1).view("u8")[:, 0]]),
@@ -189,6 +193,7 @@ REGISTER_CASES = [
     ("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", "=r,l", (L,), [L.astype("u4")]),
     ("bfind.shiftamt.u32 $0, $1;", "=r,r", (A >> LANE,), [[32 - int(x).bit_length() if x else ALL for x in A >> LANE]]),
     ("sub.rn.f32 $0, $1, $2;", "=f,f,f", (FLOATS, Y), [FLOATS - Y]),
+    ("sub.rn.f32 $0, $2, $1;", "=f,f,f", (FLOATS, Y), [Y - FLOATS]),
     ("sub.rn.f64 $0, $1, $2;", "=d,d,d", (D, E), [D - E]),
     *(
         (f"sub.{m}.f32 $0, $1, $2;", "=f,f,f", (Y, POSITIVE), [toward(m, Y.astype("f8") - POSITIVE, np.float32)])

@@ -1,10 +1,9 @@
-"""How the harness comes up: pinned versions, a machine built outside the source tree, mutants of modules."""
+"""How the harness comes up: pinned versions, a machine built outside the source tree."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
@@ -80,34 +79,6 @@ def test_package_imports_without_cuda_packages():
         "import whalez, whalez.testing\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_mutant_is_another_module_and_the_right_one_stays(monkeypatch, tmp_path):
-    path = tmp_path / "scaling.py"
-    path.write_text(
-        "from numba import cuda\n"
-        "FACTOR = 2\n"
-        "@cuda.jit(device=True)\n"
-        "def scaled(x):\n"
-        "    return x * FACTOR\n"
-        "def kernel(x):\n"
-        "    x[0] = scaled(x[0])\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import scaling
-
-    def result(module):
-        x = np.ones(1, "f4")
-        simt.jit(module.kernel)[1, 1](x)
-        return x[0]
-
-    assert result(scaling) == 2
-    assert result(simt.mutant(scaling, "FACTOR = 2", "FACTOR = 3")) == 3
-    assert result(scaling) == 2
-    with pytest.raises(AssertionError, match="stands 0 times"):
-        simt.mutant(scaling, "FACTOR = 4", "FACTOR = 3")
-    with pytest.raises(AssertionError, match="stands 2 times"):
-        simt.mutant(scaling, "FACTOR", "TWO")
 
 
 def test_harness_is_not_in_the_wheel():

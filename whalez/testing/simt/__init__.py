@@ -14,7 +14,7 @@ from whalez.testing.simt.versions import check_versions
 check_versions()
 
 from whalez.testing.simt import ptx as ptx  # noqa: E402  before anything is compiled
-from whalez.testing.simt.compile import SimtKernel, jit, mutant  # noqa: E402
+from whalez.testing.simt.compile import SimtKernel, jit  # noqa: E402
 from whalez.testing.simt.emulation import current, emulate, emulate_ir, emulate_native, read_memory  # noqa: E402
 from whalez.testing.simt.launch import ORDERS, Launch, orders, run  # noqa: E402
 from whalez.testing.simt.machine import stats  # noqa: E402
@@ -34,7 +34,6 @@ __all__ = [
     "emulate_ir",
     "emulate_native",
     "jit",
-    "mutant",
     "orders",
     "ptx",
     "read_memory",

@@ -9,13 +9,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import types as python_types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as ll
@@ -239,25 +237,3 @@ def jit(kernel: Any, signature: Sequence[Any] | None = None, **options: Any) -> 
     if key not in _jitted:
         _jitted[key] = SimtKernel(kernel, signature, **options)
     return _jitted[key]
-
-
-def mutant(module: python_types.ModuleType, old: str, new: str) -> python_types.ModuleType:
-    """The module with a seeded mistake: `old` in its source replaced by `new`, which must stand there exactly once.
-
-    Its kernels and device functions are new objects, so nothing of the right ones is taken from a cache, and they enter
-    no registry.
-    """
-    path = str(module.__file__)
-    source = Path(path).read_text()
-    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {path}"
-    made = python_types.ModuleType(module.__name__)
-    made.__file__ = path
-    registry: dict[str, Any] = getattr(sys.modules.get("whalez.ops.device.kernel"), "KERNELS", {})
-    saved = dict(registry)
-    registry.clear()
-    try:
-        exec(compile(source.replace(old, new), path, "exec"), made.__dict__)
-    finally:
-        registry.clear()
-        registry.update(saved)
-    return made

@@ -279,7 +279,7 @@ def _convert_number(site: Site, m: re.Match[str]) -> str:
     to, a0, t0 = m["to"], "%a0", site.types[0]
     match to:
         case "bf16x2" | "f16x2":  # d, a, b: a goes into the upper half
-            assert site.types == ("float", "float")
+            assert set(site.types) == {"float"}
             body = []
             for k, d in ((0, "%hi"), (1, "%lo")):
                 if to == "bf16x2":
