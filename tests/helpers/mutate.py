@@ -3,7 +3,7 @@
 A test that no mutation turns red has not tested the line. Usage:
 
     mutant = mutate(merge_kernel, "gap = -abs(a - b)", "gap = abs(a - b)")
-    mutant = mutate(scan_kernel, "cuda.syncthreads()", "pass", nth=1, inside="load_tile_block")     # in a device function
+    mutant = mutate(scan_kernel, "cuda.syncthreads()", "pass", nth=1, inside="load_tile_block")
     mutant = mutate(merge_kernel, constants={"LN2": 1.0})
     assert_caught(check, stream, merge_kernel, old="b * to_natural", new="b")       # check(stream) is the test itself
 
