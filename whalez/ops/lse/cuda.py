@@ -26,6 +26,7 @@ from whalez.ops.device.types import bf16p, f32, f32p, i64
 
 WARPS_MAX = 8
 EMPTY = -math.inf
+TAKES_NOTHING, TAKES_PART, TAKES_BOTH = 0, 1, 2  # which sides a row that is written is made of
 
 
 def lse_merge(
@@ -114,12 +115,10 @@ def _grid(tokens: int, heads: int) -> tuple[tuple[int, int, int], int]:
 
 @cuda.jit(device=True)
 def shares_thread(a: Any, b: Any) -> Any:
-    """(share of a, share of b, log(exp a + exp b)) of two sides that are not both empty; an empty one's share is 0.
+    """(share of a, share of b, log(exp a + exp b)) of two sides of which neither is empty.
 
     The larger side is the unit: its exponential is 1, the other's in [0, 1].
     """
-    if a == f32(EMPTY):
-        return f32(0.0), f32(1.0), b
     small = math.exp(-abs(a - b))
     total = f32(1.0) + small
     if a >= b:
@@ -128,13 +127,13 @@ def shares_thread(a: Any, b: Any) -> Any:
 
 
 @cuda.jit(device=True)
-def merge_thread(acc: Any, part: Any, share_a: Any, share_b: Any) -> Any:
-    """The weighted sum. A side of share 0 is left out, not multiplied: what an empty side holds may be poison."""
-    if share_a == f32(0.0):
-        return part * share_b
-    if share_b == f32(0.0):
-        return acc * share_a
-    return acc * share_a + part * share_b
+def merge_thread(acc: Any, part: Any, takes: Any, share_acc: Any, share_part: Any) -> Any:
+    """What an empty side holds has no meaning and may be poison, so it is left out, not multiplied by zero."""
+    if takes == TAKES_NOTHING:
+        return f32(0.0)
+    if takes == TAKES_PART:
+        return part
+    return acc * share_acc + part * share_part
 
 
 def merge_row(
@@ -161,28 +160,31 @@ def merge_row(
 
     a, b = g_acc_lse[i_row], g_part_lse[i_row] * to_natural
     cuda.syncwarp()  # all lanes have read acc_lse before one of them writes it
+    share_acc, share_part, lse = f32(0.0), f32(0.0), b
     if b == f32(EMPTY):
         if a != f32(EMPTY):
             return
-        share_a, share_b, lse = f32(0.0), f32(0.0), a
+        takes = TAKES_NOTHING
+    elif a == f32(EMPTY):
+        takes = TAKES_PART
     else:
-        share_a, share_b, lse = shares_thread(a, b)
+        takes = TAKES_BOTH
+        share_acc, share_part, lse = shares_thread(a, b)
     if i_lane == 0:
         g_acc_lse[i_row] = lse
 
-    is_empty = b == f32(EMPTY)
     i = i_lane
     while i < quads:
         load_x4_thread(g_acc, (acc_base >> 2) + i, t_acc, 0)
         load_x4_thread(g_part, (part_base >> 2) + i, t_part, 0)
         for j in range(4):
-            t_acc[j] = f32(0.0) if is_empty else merge_thread(t_acc[j], t_part[j], share_a, share_b)
+            t_acc[j] = merge_thread(t_acc[j], t_part[j], takes, share_acc, share_part)
         store_f32x4_thread(g_acc, (acc_base >> 2) + i, t_acc)
         i += 32
     i = 4 * quads + i_lane
     while i < value_dim:
-        merged = merge_thread(g_acc[acc_base + i], load_x1(g_part, part_base + i), share_a, share_b)
-        g_acc[acc_base + i] = f32(0.0) if is_empty else merged
+        part = load_x1(g_part, part_base + i)
+        g_acc[acc_base + i] = merge_thread(g_acc[acc_base + i], part, takes, share_acc, share_part)
         i += 32
 
 
