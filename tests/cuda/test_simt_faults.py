@@ -412,6 +412,17 @@ def test_limits_of_a_gpu():
         simt.jit(small)[1, 32, 0, 228 << 10](x)
 
 
+def test_too_many_live_threads_are_an_error_and_leave_the_machine_usable():
+    def k(x):
+        cuda.syncthreads()
+        x[cuda.grid(1)] = 1
+
+    x = np.zeros(40 * 1024, "u1")
+    fails("too many threads are live", k, 40, 1024, x, resident=40)
+    simt.jit(k)[40, 1024](x, resident=4)
+    assert x.all()
+
+
 def test_launch_keeps_to_what_the_kernel_declares():
     def k(x):
         x[0] = 1

@@ -257,6 +257,23 @@ def test_int32_wraps_where_a_gpu_wraps():
     assert o64[:3].tolist() == [3000000000, 15, 40000 * 60000]
 
 
+def test_float_to_integer_saturates_like_cvt():
+    def k(x, o32, o64, u32):
+        i = cuda.threadIdx.x
+        o32[i] = int32(x[i])
+        o64[i] = int64(x[i])
+        u32[i] = uint32(x[i])
+
+    top = 2**31 - 1
+    for dtype in ("f4", "f8"):
+        x = np.array([1.9, -1.9, 3e9, -3e9, 1e20, -1e20, np.nan, np.inf], dtype)
+        o32, o64, u32 = np.zeros(8, "i4"), np.zeros(8, "i8"), np.zeros(8, "u4")
+        simt.jit(k)[1, 8](x, o32, o64, u32)
+        assert o32.tolist() == [1, -1, top, -top - 1, top, -top - 1, 0, top]
+        assert o64.tolist() == [1, -1, 3 * 10**9, -3 * 10**9, 2**63 - 1, -(2**63), 0, 2**63 - 1]
+        assert u32.tolist() == [1, 0, 3 * 10**9, 0, 2**32 - 1, 0, 0, 2**32 - 1]
+
+
 @simt.orders()
 def test_two_dimensional_block_votes_counts_and_shuffles(order):
     def k(f64, i64, bal, cnt):

@@ -7,6 +7,7 @@ Text, line by line, because llvmlite can parse IR but not build on what it parse
 - a load or store through a pointer that is no local variable is preceded by a check of its alignment
 - atomics and volatile accesses yield after they are done, so that threads that spin let others go on
 - fadd, fsub and fmul may be contracted, as NVVM does by default
+- float to integer saturates, as cvt does, where LLVM leaves the result open
 - line information stays, so that a program counter has a source line
 """
 
@@ -26,6 +27,7 @@ _ASM = re.compile(
 _VALUE = re.compile(r"\s+(%.*|@.*|-?[\d.][\w.+-]*|undef|poison|true|false|null|zeroinitializer)$")
 _SHARED = re.compile(r'^@"?([\w.$]+)"? = (external )?addrspace\(3\) global (\[.*\]|\S+?)( undef)?, align (\d+)')
 _ARITHMETIC = re.compile(r"= f(add|sub|mul) (?!.*\b(fast|contract)\b)")
+_TO_INTEGER = re.compile(r"= fpto(?P<sign>[su])i (?P<t>float|double) (?P<v>\S+) to (?P<i>i32|i64)(?=$| |,)")
 _YIELDS = re.compile(r"\b(atomicrmw|cmpxchg|load volatile|load atomic|store volatile|store atomic)\b")
 _DROPPED = ("target ", "!nvvm", "@llvm.used", '@"llvm.used"', "source_filename")
 
@@ -50,6 +52,11 @@ def bytes_of(t: str) -> int:
     if vector:
         return int(vector[1]) * (1 if vector[2] == "i8" else _BYTES.get(vector[2], 1))
     return _BYTES[t]
+
+
+def _saturating(m: re.Match[str]) -> str:
+    bits = {"float": 32, "double": 64}[m["t"]]
+    return f"= call {m['i']} @llvm.fpto{m['sign']}i.sat.{m['i']}.f{bits}({m['t']} {m['v']})"
 
 
 class _Function:
@@ -121,6 +128,12 @@ class Rewriter:
             "declare void @simt_yield() convergent",
             "declare void @simt_check(ptr, i64)",
             "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
+            *(
+                f"declare {i} @llvm.fpto{sign}i.sat.{i}.{n}({t})"
+                for sign in "su"
+                for i in ("i32", "i64")
+                for t, n in (("float", "f32"), ("double", "f64"))
+            ),
         ]
         body: list[str] = []
         used: set[str] = set()
@@ -156,6 +169,7 @@ class Rewriter:
                 line = shared.sub(r'%"\1.simt"', line)
             if " asm " in line:
                 line = _ASM.sub(self.call_site, line)
+            line = _TO_INTEGER.sub(_saturating, line)
             body.append(_ARITHMETIC.sub(r"= f\1 contract ", line))
             if _YIELDS.search(line):
                 debug = re.search(r", !dbg !\d+", line)
