@@ -207,6 +207,7 @@ def test_rows_behind_2_31_elements(tmp_path):
     "change",
     [
         {"old": "block_sum_block(square)", "new": "square"},
+        {"old": "cuda.syncthreads()", "new": "pass", "inside": "block_sum_block"},
         {"old": "/ f32(width) + eps", "new": "+ eps"},
         {"old": "+ eps", "new": ""},
         {"old": "i = 8 * octets + i_thread", "new": "i = 8 * octets + 1 + i_thread", "nth": 0},
@@ -219,6 +220,7 @@ def test_rows_behind_2_31_elements(tmp_path):
 def test_mistakes_in_rms_norm_are_caught(change):
     def check(stream):
         check_rms_norm(3, 37, 3, stream=stream)
+        check_rms_norm(1, 512, 0, stream=stream)
         x = Rows(np.full((1, 16), 1e-3))
         weight = Rows(np.ones((1, 16)), np.float32)
         norm.rms_norm(stream, x.address, 16, weight.address, 1e-5, x.address, 16, 1, 16)

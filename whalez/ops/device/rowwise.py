@@ -1,4 +1,4 @@
-"""What row-wise kernels share: four or eight bf16, four f32, with one access and as f32 in registers; the sigmoid.
+"""What row-wise kernels share: four or eight bf16 or four f32 in one access, as f32 in registers; sums; the sigmoid.
 
 A vector index counts vectors: vector i of a bf16 array begins at element 4 i or 8 i. The register tile `t` is a local
 array, indexed by constants only after unrolling, so it never becomes memory; `at` is where in it the vector lies.
@@ -75,6 +75,26 @@ def copy_bf16x8_thread(g_to: Any, i_to: Any, g_from: Any, i_from: Any) -> None:
     """Octet `i_to` of g_to <- octet `i_from` of g_from, bit by bit."""
     a, b, c, d = _load_u32x4(g_from, i_from)
     _store_u32x4(g_to, i_to, a, b, c, d)
+
+
+@cuda.jit(device=True)
+def warp_sum_warp(x: Any) -> Any:
+    """The sum over 32 lanes, the same bits in each: partners add the same two values."""
+    for distance in (16, 8, 4, 2, 1):
+        x += cuda.shfl_xor_sync(0xFFFFFFFF, x, distance)
+    return x
+
+
+@cuda.jit(device=True)
+def block_sum_block(x: Any) -> Any:
+    """The sum over a block of whole warps, the same bits in each thread. Once per kernel: it has one shared array."""
+    s_sums = cuda.shared.array(32, f32)
+    i_lane, i_warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
+    x = warp_sum_warp(x)
+    if i_lane == 0:
+        s_sums[i_warp] = x
+    cuda.syncthreads()
+    return warp_sum_warp(s_sums[i_lane] if i_lane < cuda.blockDim.x // 32 else f32(0.0))
 
 
 @cuda.jit(device=True)

@@ -13,9 +13,9 @@ from typing import Any
 from numba import cuda
 
 from whalez.ops.device.kernel import kernel
-from whalez.ops.device.math import block_sum_block, warp_sum_warp
 from whalez.ops.device.ptx import cvt_bf16_f32
 from whalez.ops.device.rowwise import (
+    block_sum_block,
     load_bf16x8_thread,
     load_x1,
     load_x4_thread,
@@ -23,6 +23,7 @@ from whalez.ops.device.rowwise import (
     store_bf16x4_thread,
     store_bf16x8_thread,
     vectors_of,
+    warp_sum_warp,
 )
 from whalez.ops.device.types import bf16p, f32, f32p, i64
 
