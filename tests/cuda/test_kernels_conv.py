@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("numba.cuda")
 
-from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, performed, rounded, sparse
-from helpers.mutate import assert_caught
+from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, performed, rounded, sparse
+from helpers.mutate import assert_caught, changes
 from whalez.ops.conv import cuda as conv
 from whalez.ops.conv import naive
 from whalez.testing import simt
@@ -269,21 +269,18 @@ def test_a_halo_behind_2_31_elements(tmp_path):
         assert_bf16_near(np.array(to[:, :8]).view(BF16), case.wanted, slack=4e-6)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "t_x[j] = t_x[j + 16]", "new": "t_x[j] = t_x[j + 12]"},
-        {"old": "t_x[j] = t_x[j + 4]", "new": "t_x[j] = t_x[j]"},
-        {"old": "t_x, 12 + 4 * j)", "new": "t_x, 12)"},
-        {"old": "while i_row + 4 <= end", "new": "while i_row + 4 < end + 2"},
-        {"old": "(i_tile - 1) * above_tile_stride", "new": "i_tile * above_tile_stride", "nth": 0},
-        {"old": "(i_tile - 1) * above_tile_stride", "new": "i_tile * above_tile_stride", "nth": 1},
-        {"old": "i_tile == 0", "new": "i_tile < 2", "nth": 0},
-        {"old": "end == rows and has_next_tail", "new": "has_next_tail"},
-        {"old": "a, b, c = b, c, d", "new": "a, b, c = b, d, c"},
-        {"old": "t_x[i], t_x[i + 4]", "new": "t_x[i + 4], t_x[i]", "inside": "conv_row_thread"},
-        {"old": "i_lane >= width", "new": "i_lane > width"},
-    ],
+@changes(
+    {"old": "t_x[j] = t_x[j + 16]", "new": "t_x[j] = t_x[j + 12]"},
+    {"old": "t_x[j] = t_x[j + 4]", "new": "t_x[j] = t_x[j]"},
+    {"old": "t_x, 12 + 4 * j)", "new": "t_x, 12)"},
+    {"old": "while i_row + 4 <= end", "new": "while i_row + 4 < end + 2"},
+    {"old": "(i_tile - 1) * above_tile_stride", "new": "i_tile * above_tile_stride", "nth": 0},
+    {"old": "(i_tile - 1) * above_tile_stride", "new": "i_tile * above_tile_stride", "nth": 1},
+    {"old": "i_tile == 0", "new": "i_tile < 2", "nth": 0},
+    {"old": "end == rows and has_next_tail", "new": "has_next_tail"},
+    {"old": "a, b, c = b, c, d", "new": "a, b, c = b, d, c"},
+    {"old": "t_x[i], t_x[i + 4]", "new": "t_x[i + 4], t_x[i]", "inside": "conv_row_thread"},
+    {"old": "i_lane >= width", "new": "i_lane > width"},
 )
 def test_mistakes_in_short_conv_are_caught(change):
     def check(stream):
@@ -293,14 +290,11 @@ def test_mistakes_in_short_conv_are_caught(change):
     assert_caught(check, simt.SimtStream(), conv.short_conv_kernel, simt.SimtError, **change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "i_tile * TILE_ROWS - TAIL + j", "new": "i_tile * TILE_ROWS - TAIL + j + 1"},
-        {"old": "i_tile == 0", "new": "False", "nth": 0},
-        {"old": "i_tile == 0", "new": "i_tile <= 1", "nth": 1},
-        {"old": "(i_tile * TAIL + j) * width", "new": "(i_tile + j) * width"},
-    ],
+@changes(
+    {"old": "i_tile * TILE_ROWS - TAIL + j", "new": "i_tile * TILE_ROWS - TAIL + j + 1"},
+    {"old": "i_tile == 0", "new": "False", "nth": 0},
+    {"old": "i_tile == 0", "new": "i_tile <= 1", "nth": 1},
+    {"old": "(i_tile * TAIL + j) * width", "new": "(i_tile + j) * width"},
 )
 def test_mistakes_in_conv_halos_are_caught(change):
     def check(stream):
@@ -329,15 +323,12 @@ def test_in_place_without_saved_halos_is_caught():
         check_without("forward")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "i_row < 0", "new": "i_row < 1", "nth": 0},
-        {"old": "i_row < 0", "new": "i_row <= 0", "nth": 1},
-        {"old": "(TAIL + i_row)", "new": "(TAIL - 1 + i_row)", "nth": 0},
-        {"old": "rows - TAIL + j", "new": "rows - 1 - j", "nth": 0},
-        {"old": "g_next_tail[j * width + i_lane]", "new": "g_tail[j * width + i_lane]"},
-    ],
+@changes(
+    {"old": "i_row < 0", "new": "i_row < 1", "nth": 0},
+    {"old": "i_row < 0", "new": "i_row <= 0", "nth": 1},
+    {"old": "(TAIL + i_row)", "new": "(TAIL - 1 + i_row)", "nth": 0},
+    {"old": "rows - TAIL + j", "new": "rows - 1 - j", "nth": 0},
+    {"old": "g_next_tail[j * width + i_lane]", "new": "g_tail[j * width + i_lane]"},
 )
 def test_mistakes_in_conv_tail_are_caught(change):
     def check(stream):
@@ -348,14 +339,11 @@ def test_mistakes_in_conv_tail_are_caught(change):
     assert_caught(check, simt.SimtStream(), conv.conv_tail_kernel, simt.SimtError, **change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "g_slots[i_request] * slot_stride", "new": "i_request * slot_stride"},
-        {"old": "t_x[4 * (j + 1) + k]", "new": "t_x[4 * j + k]"},
-        {"old": "g_tails[tail + i_lane] = b", "new": "g_tails[tail + i_lane] = c"},
-        {"old": "g_weight[w + 3]", "new": "g_weight[w]"},
-    ],
+@changes(
+    {"old": "g_slots[i_request] * slot_stride", "new": "i_request * slot_stride"},
+    {"old": "t_x[4 * (j + 1) + k]", "new": "t_x[4 * j + k]"},
+    {"old": "g_tails[tail + i_lane] = b", "new": "g_tails[tail + i_lane] = c"},
+    {"old": "g_weight[w + 3]", "new": "g_weight[w]"},
 )
 def test_mistakes_in_decode_are_caught(change):
     def check(stream):
@@ -365,8 +353,15 @@ def test_mistakes_in_decode_are_caught(change):
     assert_caught(check, simt.SimtStream(), conv.short_conv_decode_kernel, simt.SimtError, **change)
 
 
-def test_machine_code():
-    assert_compact(conv.short_conv_kernel, "LDG.128", "LDG.64", "STG.64")
-    assert_compact(conv.conv_halos_kernel, "LDG.64", "STG.64")
-    assert_compact(conv.conv_tail_kernel, "LDG.64", "STG.64")
-    assert_compact(conv.short_conv_decode_kernel, "LDG.128", "LDG.64", "STG.64")
+@chips
+@pytest.mark.parametrize(
+    ("kernel", "accesses"),
+    [
+        (conv.short_conv_kernel, ["LDG.128", "LDG.64", "STG.64"]),
+        (conv.conv_halos_kernel, ["LDG.64", "STG.64"]),
+        (conv.conv_tail_kernel, ["LDG.64", "STG.64"]),
+        (conv.short_conv_decode_kernel, ["LDG.128", "LDG.64", "STG.64"]),
+    ],
+)
+def test_machine_code(kernel, accesses, arch):
+    assert_compact(kernel, accesses, arch)

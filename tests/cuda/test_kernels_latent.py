@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("numba.cuda")
 
-from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, draw, performed, sparse
-from helpers.mutate import assert_caught
+from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, draw, performed, sparse
+from helpers.mutate import assert_caught, changes
 from whalez.errors import ShapeError
 from whalez.ops.latent import cuda as latent
 from whalez.ops.latent.naive import naive_latent_append, naive_latent_gather, naive_latent_norm
@@ -168,17 +168,14 @@ def test_pages_behind_2_31_elements(tmp_path, op):
 
 
 @pytest.mark.parametrize("op", ["append", "gather"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "i_row < count", "new": "i_row <= count"},
-        {"old": "start + i_row", "new": "i_row"},
-        {"old": "position - i_page * page_tokens", "new": "position - i_page * page_tokens - 1", "inside": "row"},
-        {"old": "table + i_page", "new": "table + i_page + 1", "inside": "row"},
-        {"old": "i = 8 * octets + i_lane", "new": "i = 8 * octets + 1 + i_lane", "inside": "copy"},
-        {"old": "(source >> 3) + i", "new": "(source >> 3) + i_lane", "inside": "copy"},
-        {"old": "i < octets", "new": "i <= octets", "inside": "copy"},
-    ],
+@changes(
+    {"old": "i_row < count", "new": "i_row <= count"},
+    {"old": "start + i_row", "new": "i_row"},
+    {"old": "position - i_page * page_tokens", "new": "position - i_page * page_tokens - 1", "inside": "row"},
+    {"old": "table + i_page", "new": "table + i_page + 1", "inside": "row"},
+    {"old": "i = 8 * octets + i_lane", "new": "i = 8 * octets + 1 + i_lane", "inside": "copy"},
+    {"old": "(source >> 3) + i", "new": "(source >> 3) + i_lane", "inside": "copy"},
+    {"old": "i < octets", "new": "i <= octets", "inside": "copy"},
 )
 def test_mistakes_in_append_and_gather_are_caught(op, change):
     inside = {"row": "paged_row_thread", "copy": "copy_row_warp"}.get(change.get("inside"))
@@ -191,13 +188,10 @@ def test_mistakes_in_append_and_gather_are_caught(op, change):
     assert_caught(check, simt.SimtStream(), kernel, simt.SimtError, **{**change, "inside": inside})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "i_row * pages_stride", "new": "0"},
-        {"old": "g_positions[i_row]", "new": "g_positions[0]"},
-        {"old": "i_row < requests", "new": "i_row <= requests"},
-    ],
+@changes(
+    {"old": "i_row * pages_stride", "new": "0"},
+    {"old": "g_positions[i_row]", "new": "g_positions[0]"},
+    {"old": "i_row < requests", "new": "i_row <= requests"},
 )
 def test_mistakes_in_append_decode_are_caught(change):
     assert_caught(
@@ -216,7 +210,14 @@ def test_a_norm_that_reaches_into_the_shared_keys_is_caught():
     )
 
 
-def test_machine_code():
-    assert_compact(latent.latent_append_kernel, "LDG.128", "STG.128")
-    assert_compact(latent.latent_gather_kernel, "LDG.128", "STG.128")
-    assert_compact(latent.latent_append_decode_kernel, "LDG.128", "STG.128")
+@chips
+@pytest.mark.parametrize(
+    ("kernel", "accesses"),
+    [
+        (latent.latent_append_kernel, ["LDG.128", "STG.128"]),
+        (latent.latent_gather_kernel, ["LDG.128", "STG.128"]),
+        (latent.latent_append_decode_kernel, ["LDG.128", "STG.128"]),
+    ],
+)
+def test_machine_code(kernel, accesses, arch):
+    assert_compact(kernel, accesses, arch)

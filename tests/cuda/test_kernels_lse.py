@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("numba.cuda")
 
-from helpers.device_rows import BF16, Rows, assert_compact, performed, rounded, sparse
-from helpers.mutate import assert_caught
+from helpers.device_rows import BF16, Rows, assert_compact, chips, performed, rounded, sparse
+from helpers.mutate import assert_caught, changes
 from whalez.errors import ShapeError
 from whalez.ops.lse import cuda as lse
 from whalez.ops.lse.naive import naive_lse_merge
@@ -243,22 +243,19 @@ def test_rows_behind_2_31_elements(tmp_path, kernel, check, old):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": " * to_natural", "new": ""},
-        {"old": "cuda.syncwarp()", "new": "pass"},
-        {"old": "if a != f32(EMPTY):", "new": "if True:"},
-        {"old": "i < quads", "new": "i <= quads"},
-        {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 1 + i_lane"},
-        {"old": "i_token * heads + i_head", "new": "i_token + i_head"},
-        {"old": "-abs(a - b)", "new": "abs(a - b)", "inside": "shares_thread"},
-        {"old": "small / total, f32(1.0) / total", "new": "f32(1.0) / total, small / total", "inside": "shares_thread"},
-        {"old": "math.log1p(small)", "new": "math.log(small)", "nth": 0, "inside": "shares_thread"},
-        {"old": "return part\n", "new": "return part * share_part\n", "inside": "merge_thread"},
-        {"old": "return f32(0.0)", "new": "return part", "inside": "merge_thread"},
-        {"old": "acc * share_acc + part", "new": "acc * share_part + part", "inside": "merge_thread"},
-    ],
+@changes(
+    {"old": " * to_natural", "new": ""},
+    {"old": "cuda.syncwarp()", "new": "pass"},
+    {"old": "if a != f32(EMPTY):", "new": "if True:"},
+    {"old": "i < quads", "new": "i <= quads"},
+    {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 1 + i_lane"},
+    {"old": "i_token * heads + i_head", "new": "i_token + i_head"},
+    {"old": "-abs(a - b)", "new": "abs(a - b)", "inside": "shares_thread"},
+    {"old": "small / total, f32(1.0) / total", "new": "f32(1.0) / total, small / total", "inside": "shares_thread"},
+    {"old": "math.log1p(small)", "new": "math.log(small)", "nth": 0, "inside": "shares_thread"},
+    {"old": "return part\n", "new": "return part * share_part\n", "inside": "merge_thread"},
+    {"old": "return f32(0.0)", "new": "return part", "inside": "merge_thread"},
+    {"old": "acc * share_acc + part", "new": "acc * share_part + part", "inside": "merge_thread"},
 )
 def test_mistakes_in_merge_are_caught(dtype, change):
     def check(stream):
@@ -276,15 +273,12 @@ def test_mistakes_in_merge_are_caught(dtype, change):
     assert_caught(check, simt.SimtStream(), kernel, simt.SimtError, **change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "f32(0.0) if is_empty else t_acc[j]", "new": "t_acc[j]"},
-        {"old": "f32(0.0) if is_empty else g_acc", "new": "g_acc"},
-        {"old": "i_head >= heads", "new": "i_head > heads"},
-        {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 1 + i_lane"},
-        {"old": "i_token * heads + i_head", "new": "i_token * heads"},
-    ],
+@changes(
+    {"old": "f32(0.0) if is_empty else t_acc[j]", "new": "t_acc[j]"},
+    {"old": "f32(0.0) if is_empty else g_acc", "new": "g_acc"},
+    {"old": "i_head >= heads", "new": "i_head > heads"},
+    {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 1 + i_lane"},
+    {"old": "i_token * heads + i_head", "new": "i_token * heads"},
 )
 def test_mistakes_in_finalise_are_caught(change):
     def check(stream):
@@ -295,7 +289,14 @@ def test_mistakes_in_finalise_are_caught(change):
     assert_caught(check, simt.SimtStream(), lse.lse_finalise_kernel, simt.SimtError, **change)
 
 
-def test_machine_code():
-    assert_compact(lse.lse_merge_bf16_kernel, "LDG.64", "LDG.128", "STG.128")
-    assert_compact(lse.lse_merge_f32_kernel, "LDG.128", "STG.128")
-    assert_compact(lse.lse_finalise_kernel, "LDG.128", "STG.64")
+@chips
+@pytest.mark.parametrize(
+    ("kernel", "accesses"),
+    [
+        (lse.lse_merge_bf16_kernel, ["LDG.64", "LDG.128", "STG.128"]),
+        (lse.lse_merge_f32_kernel, ["LDG.128", "STG.128"]),
+        (lse.lse_finalise_kernel, ["LDG.128", "STG.64"]),
+    ],
+)
+def test_machine_code(kernel, accesses, arch):
+    assert_compact(kernel, accesses, arch)

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("numba.cuda")
 
-from helpers.device_rows import Rows, assert_bf16_near, assert_compact, draw, performed, sparse
-from helpers.mutate import assert_caught
+from helpers.device_rows import Rows, assert_bf16_near, assert_compact, chips, draw, performed, sparse
+from helpers.mutate import assert_caught, changes
 from whalez.ops.moe import cuda as moe
 from whalez.ops.moe.naive import naive_swiglu
 from whalez.ops.norm import cuda as norm
@@ -203,19 +203,16 @@ def test_rows_behind_2_31_elements(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "block_sum_block(square)", "new": "square"},
-        {"old": "cuda.syncthreads()", "new": "pass", "inside": "block_sum_block"},
-        {"old": "/ f32(width) + eps", "new": "+ eps"},
-        {"old": "+ eps", "new": ""},
-        {"old": "i = 8 * octets + i_thread", "new": "i = 8 * octets + 1 + i_thread", "nth": 0},
-        {"old": "i = 8 * octets + i_thread", "new": "i = 8 * octets + 1 + i_thread", "nth": 1},
-        {"old": "i < octets", "new": "i <= octets", "nth": 1},
-        {"old": "i < width", "new": "i <= width", "nth": 1},
-        {"old": "2 * i + 1", "new": "2 * i"},
-    ],
+@changes(
+    {"old": "block_sum_block(square)", "new": "square"},
+    {"old": "cuda.syncthreads()", "new": "pass", "inside": "block_sum_block"},
+    {"old": "/ f32(width) + eps", "new": "+ eps"},
+    {"old": "+ eps", "new": ""},
+    {"old": "i = 8 * octets + i_thread", "new": "i = 8 * octets + 1 + i_thread", "nth": 0},
+    {"old": "i = 8 * octets + i_thread", "new": "i = 8 * octets + 1 + i_thread", "nth": 1},
+    {"old": "i < octets", "new": "i <= octets", "nth": 1},
+    {"old": "i < width", "new": "i <= width", "nth": 1},
+    {"old": "2 * i + 1", "new": "2 * i"},
 )
 def test_mistakes_in_rms_norm_are_caught(change):
     def check(stream):
@@ -230,16 +227,13 @@ def test_mistakes_in_rms_norm_are_caught(change):
     assert_caught(check, simt.SimtStream(), norm.rms_norm_kernel, simt.SimtError, **change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "sigmoid_thread(t_gate[j])", "new": "t_gate[j] * sigmoid_thread(t_gate[j])"},
-        {"old": "i_row * gate_stride + i_head * width", "new": "i_row * gate_stride"},
-        {"old": "i_head >= heads", "new": "i_head > heads"},
-        {"old": "load_x4_thread(g_weight, i,", "new": "load_x4_thread(g_weight, i_head,"},
-        {"old": "warp_sum_warp(square)", "new": "square", "inside": "square_of_head_warp"},
-        {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 32 + i_lane", "inside": "square_of_head_warp"},
-    ],
+@changes(
+    {"old": "sigmoid_thread(t_gate[j])", "new": "t_gate[j] * sigmoid_thread(t_gate[j])"},
+    {"old": "i_row * gate_stride + i_head * width", "new": "i_row * gate_stride"},
+    {"old": "i_head >= heads", "new": "i_head > heads"},
+    {"old": "load_x4_thread(g_weight, i,", "new": "load_x4_thread(g_weight, i_head,"},
+    {"old": "warp_sum_warp(square)", "new": "square", "inside": "square_of_head_warp"},
+    {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 32 + i_lane", "inside": "square_of_head_warp"},
 )
 def test_mistakes_in_gated_rms_norm_are_caught(change):
     def check(stream):
@@ -249,14 +243,11 @@ def test_mistakes_in_gated_rms_norm_are_caught(change):
     assert_caught(check, simt.SimtStream(), norm.gated_rms_norm_kernel, simt.SimtError, **change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"constants": {"L2_EPS": 1e-5}},
-        {"old": "f32(L2_EPS))", "new": "f32(L2_EPS)) * f32(8.0)"},
-        {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 1 + i_lane"},
-        {"old": "i < quads", "new": "i <= quads"},
-    ],
+@changes(
+    {"constants": {"L2_EPS": 1e-5}},
+    {"old": "f32(L2_EPS))", "new": "f32(L2_EPS)) * f32(8.0)"},
+    {"old": "i = 4 * quads + i_lane", "new": "i = 4 * quads + 1 + i_lane"},
+    {"old": "i < quads", "new": "i <= quads"},
 )
 def test_mistakes_in_l2_norm_are_caught(change):
     def check(stream):
@@ -266,15 +257,12 @@ def test_mistakes_in_l2_norm_are_caught(change):
     assert_caught(check, simt.SimtStream(), norm.l2_norm_kernel, simt.SimtError, **change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "t_up[j] *= t_gate[j] * sigmoid_thread(t_gate[j])", "new": "t_up[j] *= sigmoid_thread(t_gate[j])"},
-        {"old": "t_up[j] *= t_gate[j] * sigmoid", "new": "t_up[j] = t_gate[j] * t_up[j] * t_up[j] * sigmoid"},
-        {"old": "(gate + width) >> 3", "new": "gate >> 3"},
-        {"old": "i_lane < octets", "new": "i_lane <= octets"},
-        {"old": "i_lane < width", "new": "i_lane <= width"},
-    ],
+@changes(
+    {"old": "t_up[j] *= t_gate[j] * sigmoid_thread(t_gate[j])", "new": "t_up[j] *= sigmoid_thread(t_gate[j])"},
+    {"old": "t_up[j] *= t_gate[j] * sigmoid", "new": "t_up[j] = t_gate[j] * t_up[j] * t_up[j] * sigmoid"},
+    {"old": "(gate + width) >> 3", "new": "gate >> 3"},
+    {"old": "i_lane < octets", "new": "i_lane <= octets"},
+    {"old": "i_lane < width", "new": "i_lane <= width"},
 )
 def test_mistakes_in_swiglu_are_caught(change):
     def check(stream):
@@ -284,8 +272,15 @@ def test_mistakes_in_swiglu_are_caught(change):
     assert_caught(check, simt.SimtStream(), moe.swiglu_kernel, simt.SimtError, **change)
 
 
-def test_machine_code():
-    assert_compact(norm.rms_norm_kernel, "LDG.128", "STG.128")
-    assert_compact(norm.gated_rms_norm_kernel, "LDG.128", "LDG.64", "STG.64")
-    assert_compact(norm.l2_norm_kernel, "LDG.64", "STG.64")
-    assert_compact(moe.swiglu_kernel, "LDG.128", "STG.128")
+@chips
+@pytest.mark.parametrize(
+    ("kernel", "accesses"),
+    [
+        (norm.rms_norm_kernel, ["LDG.128", "STG.128"]),
+        (norm.gated_rms_norm_kernel, ["LDG.128", "LDG.64", "STG.64"]),
+        (norm.l2_norm_kernel, ["LDG.64", "STG.64"]),
+        (moe.swiglu_kernel, ["LDG.128", "STG.128"]),
+    ],
+)
+def test_machine_code(kernel, accesses, arch):
+    assert_compact(kernel, accesses, arch)

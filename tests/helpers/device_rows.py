@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
+from whalez.ops.device import compile as compiler
 from whalez.testing import simt
 
 BF16 = ml_dtypes.bfloat16
@@ -87,20 +89,16 @@ def sparse(path: Any, rows: int, stride: int, dtype: Any = np.uint16) -> np.ndar
     return space
 
 
-def assert_compact(kernel: Any, *opcodes: str) -> None:
-    """For every chip: no stack, no spills, and the vector accesses `opcodes` (e.g. LDG.128) in the machine code."""
-    from whalez.ops.device import compile as compiler
-
-    for arch in compiler.ARCHITECTURES:
-        cubin = compiler.compile_cubin(kernel, arch)
-        usage = compiler.resource_usage(cubin)
-        assert (usage.stack_bytes, usage.spill_bytes) == (0, 0), (kernel.name, arch, usage)
-        accesses = _accesses(compiler._inspect, cubin)
-        assert set(opcodes) <= accesses, (kernel.name, arch, sorted(accesses))
+chips = pytest.mark.parametrize(
+    "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100"))]
+)
 
 
-def _accesses(inspect: Callable[..., str], cubin: bytes) -> set[str]:
-    import re
-
-    found = re.findall(r"\b(LDG|STG)((?:\.\w+)*)", inspect(cubin, "nvdisasm", "-c"))
-    return {f"{name}.{width}" for name, modifiers in found for width in re.findall(r"\.(64|128)\b", modifiers)}
+def assert_compact(kernel: Any, accesses: list[str], arch: str) -> None:
+    """No stack, no spills, and these vector accesses (e.g. LDG.128) in the machine code."""
+    cubin = compiler.compile_cubin(kernel, arch)
+    usage = compiler.resource_usage(cubin)
+    assert (usage.stack_bytes, usage.spill_bytes) == (0, 0), usage
+    sass = compiler._inspect(cubin, "nvdisasm", "-c")
+    found = {f"{name}.{width}" for name, width in re.findall(r"\b(LDG|STG)[.\w]*?\.(64|128)\b", sass)}
+    assert set(accesses) <= found, sorted(found)
