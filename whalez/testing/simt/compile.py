@@ -31,9 +31,14 @@ _compiled: weakref.WeakSet[Compiled]
 
 def kernel_ir(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> tuple[list[str], str]:
     """Texts of the NVVM IR modules, and the name of the kernel in them: exactly what NVVM would get."""
-    saved = numba_dispatcher.get_current_device
+    saved = numba_dispatcher.get_current_device, numba_dispatcher.compile_cuda
     device = python_types.SimpleNamespace(compute_capability=COMPUTE_CAPABILITY)
+
+    def compile_device_function(*arguments: Any, **how: Any) -> Any:
+        return saved[1](*arguments, **how | {"lineinfo": not how.get("debug")})
+
     numba_dispatcher.get_current_device = lambda: device
+    numba_dispatcher.compile_cuda = compile_device_function
     try:
         library, _ = numba_compiler._compile_pyfunc_with_fixup(
             function,
@@ -44,7 +49,7 @@ def kernel_ir(function: Callable[..., Any], arguments: Sequence[Any], **options:
             **({"lineinfo": True} | options),
         )
     finally:
-        numba_dispatcher.get_current_device = saved
+        numba_dispatcher.get_current_device, numba_dispatcher.compile_cuda = saved
     return library.llvm_strs, library._entry_name
 
 

@@ -202,7 +202,7 @@ define internal void @simt_check(ptr %p, i64 %mask) alwaysinline {{
   %c = icmp eq i64 %a, 0
   br i1 %c, label %ok, label %bad
 bad:
-  notail call void @simt_misaligned(i64 %i, i64 %mask)
+  notail call void @simt_misaligned(i64 %i, i64 %mask) nomerge
   unreachable
 ok:
   ret void

@@ -34,6 +34,7 @@ _TYPE = r"i16|i32|i64|i128|half|bfloat|float|double|<\d+ x \w+>|[^ ,{}\[\]]+\*"
 _LOAD = re.compile(rf"^\s+\S+ = load (?:volatile |atomic )?(?P<t>{_TYPE}), (?P=t)\* (?P<p>{_NAME})(?P<rest>.*)$")
 _STORE = re.compile(rf"^\s+store (?:volatile |atomic )?(?P<t>{_TYPE}) .+, (?P=t)\* (?P<p>{_NAME})(?P<rest>.*)$")
 _RMW = re.compile(rf"^\s+\S+ = (?:atomicrmw (?:volatile )?\w+|cmpxchg(?: volatile)?) (?P<t>{_TYPE})\* (?P<p>{_NAME}),(?P<rest>.*)$")
+_ZEROED = re.compile(rf"^\s+store \[(?P<n>\d+) x (?P<t>i8|{_TYPE})\] zeroinitializer, \[.*\]\* (?P<p>{_NAME})$")
 _ALLOCA = re.compile(rf"^\s+(?P<r>{_NAME}) = alloca ")
 _GEP = re.compile(rf"^\s+(?P<r>{_NAME}) = getelementptr (?:inbounds )?(?P<t>.+?), (?P=t)\* (?P<b>{_NAME}), (?P<i>.*)$")
 _CAST = re.compile(rf"^\s+(?P<r>{_NAME}) = bitcast \S.* (?P<b>{_NAME}) to ")
@@ -106,7 +107,11 @@ class Rewriter:
         shared = None
         if self.shared:
             shared = re.compile(r'@"?(' + "|".join(map(re.escape, self.shared)) + r')"?(?![\w.$])')
-        out: list[str] = ["declare void @simt_yield() convergent", "declare void @simt_check(ptr, i64)"]
+        out = [
+            "declare void @simt_yield() convergent",
+            "declare void @simt_check(ptr, i64)",
+            "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
+        ]
         body: list[str] = []
         used: set[str] = set()
         names: _Function | None = None
@@ -117,6 +122,8 @@ class Rewriter:
                 continue
             line = line.replace("llvm.nvvm.", "simt.nvvm.")
             if line.startswith("define"):
+                # each page of a large local array is touched in turn, so that it cannot reach past the stack's guard
+                line = re.sub(r"^(define .*\))(?=[^)]*$)", r'\1 "probe-stack"="inline-asm"', line)
                 names, body, used = _Function(), [line], set()
                 continue
             if names is None:
@@ -128,6 +135,10 @@ class Rewriter:
                 names = None
                 continue
             names.learn(line)
+            if " zeroinitializer, [" in line and (m := _ZEROED.match(line)):
+                # numba zeroes local arrays by one store of the whole, which takes LLVM minutes from a few KB on
+                size = int(m["n"]) * (1 if m["t"] == "i8" else bytes_of(m["t"]))
+                line = f"  call void @llvm.memset.p0.i64(ptr {m['p']}, i8 0, i64 {size}, i1 false)"
             if check := names.check(line):
                 body.append(check)
             if shared and shared.search(line):
