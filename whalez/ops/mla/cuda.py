@@ -33,6 +33,7 @@ from whalez.ops.device.ptx import (
     cp_async_wait_all,
     cvt_bf16x2_f32,
     ex2_approx_f32,
+    f32_from_bits,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     mma_m16n8k16_bf16,
@@ -40,6 +41,7 @@ from whalez.ops.device.ptx import (
 )
 from whalez.ops.device.stream import Stream
 from whalez.ops.device.types import bf16p, f32, f32p, i32, i32p, i64, i64p, u32p
+from whalez.ops.lse.cuda import lse_finalise, lse_merge
 
 _inlined = cuda.jit(device=True, forceinline=True)
 
@@ -77,7 +79,9 @@ def _copy_rows(rows: int, columns: int, pitch: int, first_column: int, threads: 
             if EXACT or i_row < ROWS:
                 place = (FIRST + i_piece) ^ (i_row & 7)
                 row = min(first + i_row, end - 1)
-                cp_async_16(uint32(s_tile + i_row * PITCH + place * 16), uint64(g_rows + row * row_bytes + i_piece * 16))
+                cp_async_16(
+                    uint32(s_tile + i_row * PITCH + place * 16), uint64(g_rows + row * row_bytes + i_piece * 16)
+                )
 
     return copy_rows_block
 
@@ -215,12 +219,12 @@ def query_pair_thread(g_pairs: Any, row: Any, row_below: Any, pair: Any, t_query
 
 @_inlined
 def low_f32(pair: Any) -> Any:
-    return libdevice.int_as_float(int32(pair << 16))
+    return f32_from_bits(uint32(pair << 16))
 
 
 @_inlined
 def high_f32(pair: Any) -> Any:
-    return libdevice.int_as_float(int32(pair & 0xFFFF0000))
+    return f32_from_bits(uint32(pair & 0xFFFF0000))
 
 
 @_inlined
@@ -281,7 +285,9 @@ def _attend(tile: AttendTile) -> Kernel:
     fold_warp = _fold(KEYS, VALUE, value_pitch)
 
     @_inlined
-    def copy_tile_block(s_stage: Any, g_kv: Any, kv_bytes: Any, g_kr: Any, kr_bytes: Any, first: Any, keys: Any) -> None:
+    def copy_tile_block(
+        s_stage: Any, g_kv: Any, kv_bytes: Any, g_kr: Any, kr_bytes: Any, first: Any, keys: Any
+    ) -> None:
         copy_keys_block(s_stage, g_kv, kv_bytes, first, keys)
         copy_shared_block(s_stage, g_kr, kr_bytes, first, keys)
         copy_values_block(s_stage + KEY_BYTES, g_kv + 2 * NOPE, kv_bytes, first, keys)
@@ -289,8 +295,9 @@ def _attend(tile: AttendTile) -> Kernel:
     @kernel(
         f"mla_attend_{NOPE}_{SHARED}_{VALUE}_kernel",
         u32p, i64, i64, f32p, u32p, f32p, i64, i64, i64, i64, i64, i64, i64, i64, i32, f32,
-        block=(THREADS, 1, 1),
+        block=THREADS,
         tensor_cores=True,
+        shared_bytes=tile.shared_bytes,
     )  # fmt: skip
     def mla_attend_kernel(
         g_q: Any, g_kv: Any, g_kr: Any, g_out: Any, g_out_pairs: Any, g_lse: Any,
@@ -442,8 +449,9 @@ def copy_latent_block(
 @kernel(
     "mla_decode_split_kernel",
     u32p, i64, i32p, i64p, f32p, f32p, i64, i64, i64, f32,
-    block=(DECODE_THREADS, 1, 1),
+    block=DECODE_THREADS,
     tensor_cores=True,
+    shared_bytes=DECODE_SHARED_BYTES,
 )  # fmt: skip
 def mla_decode_split_kernel(
     g_q: Any, g_pool: Any, g_pages: Any, g_lengths: Any, g_part: Any, g_part_lse: Any,
@@ -529,7 +537,7 @@ def mla_decode_split_kernel(
                     g_part[i_part + 8 * n + 1] = t_acc[4 * n + 2 * i + 1] / mass
 
 
-@kernel("mla_decode_merge_kernel", f32p, f32p, u32p, i64, i64, block=(RANK // 2, 1, 1))
+@kernel("mla_decode_merge_kernel", f32p, f32p, u32p, i64, i64, block=RANK // 2)
 def mla_decode_merge_kernel(g_part: Any, g_part_lse: Any, g_mean: Any, heads: Any, shares: Any) -> None:
     """One block: one head of one request. g_mean bf16 [B, H, R] (in pairs) <- the shares weighted by exp(lse); 0 if all
     are empty, whose parts are not read."""
@@ -557,7 +565,7 @@ def mla_decode_merge_kernel(g_part: Any, g_part_lse: Any, g_mean: Any, heads: An
 GEMV_THREADS = 256
 
 
-@kernel("mla_absorb_kernel", u32p, u32p, u32p, i64, i64, i64, i64, i64, block=(GEMV_THREADS, 1, 1))
+@kernel("mla_absorb_kernel", u32p, u32p, u32p, i64, i64, i64, i64, i64, block=GEMV_THREADS)
 def mla_absorb_kernel(
     g_q: Any, g_w: Any, g_absorbed: Any, heads: Any, nope: Any, shared: Any, value: Any, rank: Any
 ) -> None:
@@ -583,7 +591,7 @@ def mla_absorb_kernel(
         g_absorbed[i_absorbed + (rank >> 1) + pair] = g_q[i_q + (nope >> 1) + pair]
 
 
-@kernel("mla_project_kernel", u32p, u32p, bf16p, i64, i64, i64, i64, block=(GEMV_THREADS, 1, 1))
+@kernel("mla_project_kernel", u32p, u32p, bf16p, i64, i64, i64, i64, block=GEMV_THREADS)
 def mla_project_kernel(g_mean: Any, g_w: Any, g_out: Any, heads: Any, nope: Any, value: Any, rank: Any) -> None:
     """One block: one head of one request; one warp a row. g_out bf16 [B, H, v] <- W_V mean; g_mean and g_w in pairs."""
     head, request = cuda.blockIdx.x, cuda.blockIdx.y
@@ -654,7 +662,12 @@ def mla_attend(
         raise ShapeError(f"scale: expected a positive number, got {scale}")
     q_row, kv_row = q_row or heads * (nope + shared), kv_row or heads * (nope + value)
     kr_row, out_row = kr_row or shared, out_row or heads * value
-    for name, row, divisor in (("q_row", q_row, 2), ("kv_row", kv_row, 8), ("kr_row", kr_row, 8), ("out_row", out_row, 2)):
+    for name, row, divisor in (
+        ("q_row", q_row, 2),
+        ("kv_row", kv_row, 8),
+        ("kr_row", kr_row, 8),
+        ("out_row", out_row, 2),
+    ):
         if row % divisor:
             raise ShapeError(f"{name}: expected a multiple of {divisor}, got {row}")
     for name, address, divisor in (("q", q, 4), ("kv", kv, 16), ("kr", kr, 16), ("out", out, 4), ("lse", lse, 4)):
@@ -800,7 +813,12 @@ def mla_decode_absorbed(
         )
     if page_tokens < 1 or not scale > 0:
         raise ShapeError(f"page_tokens, scale: expected >= 1, > 0, got {page_tokens}, {scale}")
-    for name, address, divisor in (("q_absorbed", q_absorbed, 4), ("pool", pool, 16), ("out", out, 4), ("scratch", scratch, 16)):
+    for name, address, divisor in (
+        ("q_absorbed", q_absorbed, 4),
+        ("pool", pool, 16),
+        ("out", out, 4),
+        ("scratch", scratch, 16),
+    ):
         if address % divisor:
             raise ShapeError(f"{name}: expected an address that is a multiple of {divisor}, got {address:#x}")
     if not requests:
@@ -810,9 +828,7 @@ def mla_decode_absorbed(
         mla_decode_split_kernel, (-(-heads // DECODE_HEADS), shares, requests), DECODE_THREADS, DECODE_SHARED_BYTES,
         q_absorbed, pool, pages, lengths, scratch, part_lse, heads, pages_row, page_tokens, scale,
     )  # fmt: skip
-    stream.launch(
-        mla_decode_merge_kernel, (heads, requests, 1), RANK // 2, 0, scratch, part_lse, out, heads, shares
-    )
+    stream.launch(mla_decode_merge_kernel, (heads, requests, 1), RANK // 2, 0, scratch, part_lse, out, heads, shares)
 
 
 def mla_absorb(
