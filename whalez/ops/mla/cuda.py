@@ -4,15 +4,13 @@ Rule 1: positions, rows and strides are 64-bit from the argument to the address.
 as rows of 16-byte pieces, piece c of row i at place c ^ (i & 7) of its group of eight, and only `_copy_rows`,
 `_scores` and `_fold` know it.
 
-How a warp of 32 lanes holds a tile of 16 queries (README.md, "On tensor cores"): lane 4 g + p has rows g and g + 8, and of
-every group of eight columns the columns 2 p and 2 p + 1. Value 4 n + 2 i + j of a lane is row g + 8 i, column
+How a warp of 32 lanes holds a tile of 16 queries (README.md, "On tensor cores"): lane 4 g + p has rows g and g + 8, and
+of every group of eight columns the columns 2 p and 2 p + 1. Value 4 n + 2 i + j of a lane is row g + 8 i, column
 8 n + 2 p + j. Scores in this form are, rounded to bf16, the first operand of the second product as they are.
 
 Hot: yes.
 """
 
-# mypy: disable-error-code="misc,untyped-decorator"
-# (numba-cuda's decorators carry no types)
 from __future__ import annotations
 
 import math
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 from numba.cuda import libdevice
-from numba.cuda.types import float32, int32, int64, uint16, uint32, uint64
+from numba.cuda.types import float32, int32, int64, uint32, uint64
 
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import Kernel, kernel
@@ -31,6 +29,7 @@ from whalez.ops.device.ptx import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait_all,
+    cvt_bf16_f32,
     cvt_bf16x2_f32,
     ex2_approx_f32,
     f32_from_bits,
@@ -124,7 +123,7 @@ def _hide(keys: int) -> Any:
 
     @_inlined
     def hide_thread(t_scores: Any, visible: Any, visible_below: Any) -> None:
-        """`visible` keys of the tile for the lane's first row, `visible_below` for the one eight rows below; any integer."""
+        """`visible` keys of the tile for the lane's first row, `visible_below` for the one eight below; any integer."""
         column = 2 * (cuda.threadIdx.x & 3)
         count = int32(max(min(visible, KEYS), 0)) - column
         count_below = int32(max(min(visible_below, KEYS), 0)) - column
@@ -210,7 +209,7 @@ def _fold(keys: int, columns: int, pitch: int) -> Any:
 
 @_inlined
 def query_pair_thread(g_pairs: Any, row: Any, row_below: Any, pair: Any, t_query: Any, k: Any) -> None:
-    """One step of the first operand, 16 rows x 16 columns, from global memory; rows and `pair` count pairs of values."""
+    """One step of the first operand, 16 rows x 16 columns, from global memory; rows and `pair` count pairs."""
     t_query[4 * k] = g_pairs[row + pair]
     t_query[4 * k + 1] = g_pairs[row_below + pair]
     t_query[4 * k + 2] = g_pairs[row + pair + 4]
@@ -402,8 +401,8 @@ ATTEND_TILES = {
 
 # ---- decode ---------------------------------------------------------------------------------------------------------
 
-RANK, SHARED = 512, 64  # of a latent row
-LATENT = RANK + SHARED
+RANK, RANK_SHARED = 512, 64  # latent and shared key columns of a cached row
+LATENT = RANK + RANK_SHARED
 DECODE_THREADS = 256
 DECODE_HEADS = 32  # of one block: two groups of 16 heads, four warps each
 DECODE_KEYS = 32  # of one tile
@@ -608,10 +607,16 @@ def mla_project_kernel(g_mean: Any, g_w: Any, g_out: Any, heads: Any, nope: Any,
         for step in range(5):
             total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << step)
         if lane == 0:
-            g_out[(request * heads + head) * value + i] = uint16(cvt_bf16x2_f32(total, ZERO))
+            g_out[(request * heads + head) * value + i] = cvt_bf16_f32(total)
 
 
-# ---- launches: the ops --------------------------------------------------------------------------------------------
+# ---- the ops: launches ----------------------------------------------------------------------------------------------
+
+
+def _require_multiples(what: str, *values: tuple[str, int, int]) -> None:
+    for name, value, divisor in values:
+        if value % divisor:
+            raise ShapeError(f"{name}: expected a multiple of {divisor} as {what}, got {value:#x}")
 
 
 def mla_attend(
@@ -662,17 +667,10 @@ def mla_attend(
         raise ShapeError(f"scale: expected a positive number, got {scale}")
     q_row, kv_row = q_row or heads * (nope + shared), kv_row or heads * (nope + value)
     kr_row, out_row = kr_row or shared, out_row or heads * value
-    for name, row, divisor in (
-        ("q_row", q_row, 2),
-        ("kv_row", kv_row, 8),
-        ("kr_row", kr_row, 8),
-        ("out_row", out_row, 2),
-    ):
-        if row % divisor:
-            raise ShapeError(f"{name}: expected a multiple of {divisor}, got {row}")
-    for name, address, divisor in (("q", q, 4), ("kv", kv, 16), ("kr", kr, 16), ("out", out, 4), ("lse", lse, 4)):
-        if address % divisor:
-            raise ShapeError(f"{name}: expected an address that is a multiple of {divisor}, got {address:#x}")
+    _require_multiples(
+        "row", ("q_row", q_row, 2), ("kv_row", kv_row, 8), ("kr_row", kr_row, 8), ("out_row", out_row, 2)
+    )
+    _require_multiples("address", ("q", q, 4), ("kv", kv, 16), ("kr", kr, 16), ("out", out, 4), ("lse", lse, 4))
     if not queries:
         return
     tile, attend_kernel = ATTEND_TILES[dims]
@@ -808,19 +806,12 @@ def mla_decode_absorbed(
     Raises:   ShapeError before any launch
     """
     if not 0 <= requests <= GRID_YZ_MAX or heads < 1 or not 0 < shares <= GRID_YZ_MAX:
-        raise ShapeError(
-            f"requests, heads, shares: expected 0..{GRID_YZ_MAX}, >= 1, 1..{GRID_YZ_MAX}, got {requests}, {heads}, {shares}"
-        )
+        limits = f"0..{GRID_YZ_MAX}, >= 1, 1..{GRID_YZ_MAX}"
+        raise ShapeError(f"requests, heads, shares: expected {limits}, got {requests}, {heads}, {shares}")
     if page_tokens < 1 or not scale > 0:
         raise ShapeError(f"page_tokens, scale: expected >= 1, > 0, got {page_tokens}, {scale}")
-    for name, address, divisor in (
-        ("q_absorbed", q_absorbed, 4),
-        ("pool", pool, 16),
-        ("out", out, 4),
-        ("scratch", scratch, 16),
-    ):
-        if address % divisor:
-            raise ShapeError(f"{name}: expected an address that is a multiple of {divisor}, got {address:#x}")
+    _require_multiples("address", ("q_absorbed", q_absorbed, 4), ("pool", pool, 16), ("out", out, 4))
+    _require_multiples("address", ("scratch", scratch, 16))
     if not requests:
         return
     part_lse = scratch + _decode_scratch(requests, heads, shares)[0]
@@ -885,8 +876,8 @@ def mla_decode(
 
     q bf16 [B, H, n+r], out bf16 [B, H, v]; n and v free, R = 512, r = 64
     """
-    if dims[1] != SHARED or dims[0] % 2 or dims[2] % 2:
-        raise ShapeError(f"dims: expected (even, {SHARED}, even), got {dims}")
+    if dims[1] != RANK_SHARED or dims[0] % 2 or dims[2] % 2:
+        raise ShapeError(f"dims: expected (even, {RANK_SHARED}, even), got {dims}")
     part, part_lse, absorbed, _ = _decode_scratch(requests, heads, shares)
     q_absorbed = scratch + part + part_lse
     mean = q_absorbed + absorbed
