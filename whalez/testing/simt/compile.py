@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import types as python_types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 import llvmlite.binding as ll
 from numba.cuda import compiler as numba_compiler
 from numba.cuda import dispatcher as numba_dispatcher
-from numba.cuda import types
+from numba.cuda import types as numba_types
+from numba.cuda.core.errors import NumbaDebugInfoWarning
 
 from whalez.testing.simt import nvvm
 from whalez.testing.simt.emulation import fail_ir, split_top
@@ -27,6 +29,8 @@ from whalez.testing.simt.rewrite import Rewriter
 
 COMPUTE_CAPABILITY = (9, 0, "a")  #: what the front end is told; kernels that ask see the newest this project has
 _compiled: weakref.WeakSet[Compiled]
+types: Any = numba_types  # their attributes are made at run time
+_front_end: Any = numba_compiler
 
 
 def kernel_ir(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> tuple[list[str], str]:
@@ -40,14 +44,16 @@ def kernel_ir(function: Callable[..., Any], arguments: Sequence[Any], **options:
     numba_dispatcher.get_current_device = lambda: device
     numba_dispatcher.compile_cuda = compile_device_function
     try:
-        library, _ = numba_compiler._compile_pyfunc_with_fixup(
-            function,
-            types.void(*arguments),
-            device=False,
-            cc=COMPUTE_CAPABILITY,
-            abi="numba",
-            **({"lineinfo": True} | options),
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumbaDebugInfoWarning)  # a kernel made by exec has no lines
+            library, _ = _front_end._compile_pyfunc_with_fixup(
+                function,
+                types.void(*arguments),
+                device=False,
+                cc=COMPUTE_CAPABILITY,
+                abi="numba",
+                **({"lineinfo": True} | options),
+            )
     finally:
         numba_dispatcher.get_current_device, numba_dispatcher.compile_cuda = saved
     return library.llvm_strs, library._entry_name
@@ -182,9 +188,11 @@ class SimtKernel:
         if signature is None:
             signature = getattr(kernel, "signature", None)
         self.signature = None if signature is None else tuple(signature)
+        #: what the kernel declares to be launched with at most; None where it declares nothing
         self.block_max: tuple[int, ...] | None = getattr(kernel, "block", None)
+        self.shared_max: int | None = getattr(kernel, "shared_bytes", None)
         function = getattr(kernel, "function", kernel)
-        self.name: str = getattr(kernel, "name", None) or getattr(function, "__name__", "kernel")
+        self.name = str(getattr(kernel, "name", None) or getattr(function, "__name__", "kernel"))
         target_options = dict(getattr(function, "targetoptions", {}))
         self.function: Callable[..., Any] = getattr(function, "py_func", function)
         self.options = {k: target_options[k] for k in ("fastmath", "opt") if k in target_options} | options

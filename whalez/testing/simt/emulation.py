@@ -3,10 +3,10 @@
 An emulation is declared by a pattern for the opcode, so intrinsics of the project have no CPU branch: the harness meets
 their text. Three kinds:
 
-    @emulate(r"redux\\.sync\\.add\\.s32", scope="warp")      a Python function on numpy arrays (tens of microseconds a call)
+    @emulate(r"redux\\.sync\\.add\\.s32", scope="warp")    a Python function on numpy arrays (tens of us a call)
     def _(value, mask): ...
-    emulate_ir(r"tanh\\.approx\\.f32", "  %r = call ...")    LLVM IR, inlined into the thread
-    emulate_native(r"mma\\..*", "simt_mma_...", "warp")     a function of simt_rt.c (about a microsecond)
+    emulate_ir(r"tanh\\.approx\\.f32", "  %r = call ...")  LLVM IR, inlined into the thread
+    emulate_native(r"mma\\..*", "simt_mma_...", "warp")   a function of simt_rt.c (about a us)
 
 The last declared that matches wins. All that the project uses are in ptx.py, each with a numpy test.
 """
@@ -128,10 +128,19 @@ class Site:
             return []
         return split_top(self.returns[1:-1]) if self.returns.startswith("{") else [self.returns]
 
+    @property
+    def sources(self) -> list[int]:
+        """Input registers as the text has them, which need not be the order of the arguments."""
+        registers: list[int] = []
+        if self.operands is None:
+            return [len(self.outs) + i for i in range(len(self.types))]
+        for o in self.operands:
+            registers += o.indices if isinstance(o, Vec) else [o.index] if isinstance(o, Reg | Mem) else []
+        return [k for k in registers if k >= len(self.outs)]
+
     def arg(self, register: int) -> str:
         """IR name of an input register `$n`."""
-        assert register >= len(self.outs), f"${register} is an output of {self.text}"
-        return f"%a{register - len(self.outs)}"
+        return f"%a{self.sources.index(register)}"
 
     def type_of(self, register: int) -> str:
         n = len(self.outs)
@@ -161,8 +170,8 @@ def emulate(pattern: str, scope: Scope = "thread") -> Callable[[Callable[..., An
         pattern: regex for the whole opcode, or for the whole text where it is more than one statement
         scope:   who executes the statement together
     The function gets the sources in the order of the PTX text, one argument each: {..} as array (lanes, registers) of
-    the constraint's type, registers and [addresses] as (lanes,), literals as they stand; without the lanes axis in scope
-    "thread". It returns the destination, or a tuple of them, in the same shapes.
+    the constraint's type, registers and [addresses] as (lanes,), literals as they stand; scope "thread" has no lanes
+    axis. It returns the destination, or a tuple of them, in the same shapes.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,14 +182,18 @@ def emulate(pattern: str, scope: Scope = "thread") -> Callable[[Callable[..., An
 
 
 def emulate_ir(pattern: str, body: Body) -> None:
-    """Declare LLVM IR as the meaning of a statement of one thread: inputs are %a0, %a1.. in the order of $n without the
-    outputs; it ends in a ret."""
+    """Declare LLVM IR as the meaning of a statement of one thread.
+
+    Inputs are %a0, %a1.. in the order of the text, for several statements in the order of $n; it ends in a ret.
+    """
     REGISTRY.insert(0, Emulation(re.compile(pattern), "ir", "thread", body))
 
 
 def emulate_native(pattern: str, symbol: str, scope: Scope) -> None:
-    """Declare a function of simt_rt.c as the meaning: the slots of each lane hold the operands in the order of the text,
-    destinations and literals included."""
+    """Declare a function of simt_rt.c as the meaning.
+
+    The slots of each lane hold the operands in the order of the text, destinations and literals included.
+    """
     address_of(symbol)
     REGISTRY.insert(0, Emulation(re.compile(pattern), "native", scope, symbol))
 
@@ -370,16 +383,20 @@ def definition(site: Site, name: str, kernel: str) -> str:
         text = " ".join(site.text.split())
         return fail_ir(site.returns, name, site.types, f"inline PTX without an emulation in {kernel}: {text}")
     emulation, m = found
-    parameters = [f"{t} %a{i}" for i, t in enumerate(site.types)]
+    outs_count, sources = len(site.outs), site.sources
+    registers = [outs_count + i for i in range(len(site.types))]
+    names = [site.arg(k) if k in sources else f"%unused{k}" for k in registers]
+    parameters = [f"{t} {a}" for t, a in zip(site.types, names, strict=True)]
     if emulation.kind == "ir":
+        again = [(i, k) for i, k in enumerate(sources) if sources.index(k) < i]  # a register that the text has twice
+        copies = "".join(f"  %a{i} = bitcast {site.type_of(k)} {site.arg(k)} to {site.type_of(k)}\n" for i, k in again)
         body = emulation.body if isinstance(emulation.body, str) else emulation.body(site, m)
-        return f"define internal {site.returns} @{name}({', '.join(parameters)}) alwaysinline {{\n{body}\n}}"
+        return f"define internal {site.returns} @{name}({', '.join(parameters)}) alwaysinline {{\n{copies}{body}\n}}"
     if emulation.kind == "native":
         op = _register((emulation.body,), address_of(emulation.body), emulation.scope, True)
         return _native_ir(site, name, op, parameters)
     key = (site.text, site.constraints, emulation.body)
     op = _register(key, lambda: _callback(emulation.body, emulation.scope, site), emulation.scope, False)
-    n = len(site.outs)
-    assert n + len(site.types) <= SLOTS, "raise NSLOT in simt_rt.c and SLOTS in machine.py"
-    stores = [(n + i, t, f"%a{i}") for i, t in enumerate(site.types)]
+    assert outs_count + len(site.types) <= SLOTS, "raise NSLOT in simt_rt.c and SLOTS in machine.py"
+    stores = list(zip(registers, site.types, names, strict=True))
     return trap_ir(site.returns, name, parameters, stores, op, "-1", [(t, i) for i, t in enumerate(site.out_types)])

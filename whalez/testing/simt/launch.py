@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numba.cuda import types
+from numba.cuda import types as numba_types
 from numba.cuda.typing.typeof import Purpose, typeof
 
 from whalez.testing.simt import emulation, memory
@@ -23,6 +23,7 @@ ORDERS = ("forward", "reverse", "seed1", "seed2", "seed3")
 BLOCK_THREADS_MAX, SHARED_STATIC_MAX, SHARED_MAX = 1024, 48 << 10, 227 << 10
 SPIN_PASSES_MAX = 1_000_000
 CPU_S_MAX = 60.0
+types: Any = numba_types  # their attributes are made at run time
 _MASK = (1 << 64) - 1
 _one_at_a_time = threading.Lock()
 
@@ -106,7 +107,9 @@ class Launch:
                 f"shared {static}+{self.shared} bytes"
             )
         if kernel.block_max is not None and math.prod(self.block) > math.prod(kernel.block_max):
-            raise SimtError(f"{self.name}: block {self.block} is larger than the kernel allows, {kernel.block_max}")
+            raise SimtError(f"{self.name}: block {self.block} is larger than the kernel declares, {kernel.block_max}")
+        if kernel.shared_max is not None and self.shared > kernel.shared_max:
+            raise SimtError(f"{self.name}: {self.shared} shared bytes are more than it declares, {kernel.shared_max}")
         words: list[int] = []
         self._kept: list[Any] = []
         for i, (t, a) in enumerate(zip(signature, arguments, strict=True)):
@@ -153,9 +156,7 @@ def run(
     start(slots, order, seed, spin_limit, cpu_s, None)
 
 
-def start(
-    slots: Any, order: str, seed: int, spin_limit: int, cpu_s: float, feed: Callable[[int], int] | None
-) -> None:
+def start(slots: Any, order: str, seed: int, spin_limit: int, cpu_s: float, feed: Callable[[int], int] | None) -> None:
     """Run the machine over slots, which `feed` refills where given (simt_rt.c says how)."""
     with _one_at_a_time:
         emulation.pending.clear()

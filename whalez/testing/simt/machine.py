@@ -91,7 +91,9 @@ def build(source: Path = SOURCE) -> Path:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
-            raise SimtError(f"{command[0]}: not found; the harness needs a C compiler (set CC, or install gcc)") from None
+            raise SimtError(
+                f"{command[0]}: not found; the harness needs a C compiler (set CC, or install gcc)"
+            ) from None
         except subprocess.CalledProcessError as e:
             raise SimtError(f"{' '.join(command)}\n{e.stderr}") from None
         part.rename(library)

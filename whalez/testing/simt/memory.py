@@ -67,4 +67,6 @@ def check_padding() -> None:
         elif not (whole[start:] == POISON).all():
             where = start + int(np.argmax(whole[start:] != POISON))
             whole[start:] = POISON
-            raise SimtError(f"written {where - start} bytes past the end of an array, at {whole.ctypes.data + where:#x}")
+            raise SimtError(
+                f"written {where - start} bytes past the end of an array, at {whole.ctypes.data + where:#x}"
+            )

@@ -192,9 +192,7 @@ def _directed_rounding() -> Iterator[str]:
 
 def _conversions() -> Iterator[str]:
     for z in (".ftz", ""):
-        yield _function(
-            f'float @"simt.nvvm.d2f.rn{z}"(double %a)', "%r = fptrunc double %a to float", "ret float %r"
-        )
+        yield _function(f'float @"simt.nvvm.d2f.rn{z}"(double %a)', "%r = fptrunc double %a to float", "ret float %r")
         yield _function(
             f'i16 @"simt.nvvm.f2h.rn{z}"(float %a)',
             "%h = fptrunc float %a to half",

@@ -19,9 +19,7 @@ _CACHE = r"(?:\.(?:nc|ca|cg|cs|lu|cv|wb|wt))*(?:\.L[12]::[\w:]+)*"
 
 
 # --------------------------------------------------------------------------------------------- tensor cores and copies
-emulate_native(
-    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32", "simt_mma_m16n8k16_bf16", "warp"
-)
+emulate_native(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32", "simt_mma_m16n8k16_bf16", "warp")
 emulate_native(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.bf16\.bf16\.f32", "simt_mma_m16n8k8_bf16", "warp")
 emulate_native(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32", "simt_mma_m16n8k8_tf32", "warp")
 for _n in (1, 2, 4):
@@ -278,21 +276,17 @@ emulate_ir(r"mov\.[bu](?P<bits>16|32|64)", _mov)
 
 # -------------------------------------------------------------------------------------------------- numbers in numbers
 def _convert_number(site: Site, m: re.Match[str]) -> str:
-    to, relu = m["to"], ""
-    a0, t0 = "%a0", site.types[0]
+    to, a0, t0 = m["to"], "%a0", site.types[0]
     match to:
         case "bf16x2" | "f16x2":  # d, a, b: a goes into the upper half
-            assert site.types == ("float", "float") and not relu
-            one = "%{d} = call i32 @simt_bf16(float %a{k})"
-            if to == "f16x2":
-                one = (
-                    "%h{k} = fptrunc float %a{k} to half\n%b{k} = bitcast half %h{k} to i16\n%{d} = zext i16 %b{k} to i32"
-                )
-            body = [
-                line
-                for k, d in ((0, "hi"), (1, "lo"))
-                for line in one.replace("{k}", str(k)).replace("{d}", d).split("\n")
-            ]
+            assert set(site.types) == {"float"}
+            body = []
+            for k, d in ((0, "%hi"), (1, "%lo")):
+                if to == "bf16x2":
+                    body += [f"{d} = call i32 @simt_bf16(float %a{k})"]
+                else:
+                    body += [f"%h{k} = fptrunc float %a{k} to half", f"%b{k} = bitcast half %h{k} to i16"]
+                    body += [f"{d} = zext i16 %b{k} to i32"]
             return _lines(*body, "%s = shl i32 %hi, 16", "%r = or i32 %s, %lo", "ret i32 %r")
         case "bf16":
             return _lines("%w = call i32 @simt_bf16(float %a0)", "%r = trunc i32 %w to i16", "ret i16 %r")
@@ -330,7 +324,9 @@ for _s, _t, _w in (("f", "float", "32"), ("d", "double", "64")):
             rf"sub\.{_m}{_ftz}\.f{_w}",
             f"  %n = fneg {_t} %a1\n  %r = call {_t} @simt_add_{_m}_{_s}({_t} %a0, {_t} %n)\n  ret {_t} %r",
         )
-    emulate_ir(rf"fma\.rn{_ftz}\.f{_w}", f"  %r = call {_t} @llvm.fma.f{_w}({_t} %a0, {_t} %a1, {_t} %a2)\n  ret {_t} %r")
+    emulate_ir(
+        rf"fma\.rn{_ftz}\.f{_w}", f"  %r = call {_t} @llvm.fma.f{_w}({_t} %a0, {_t} %a1, {_t} %a2)\n  ret {_t} %r"
+    )
 for _op, _ir in (
     (r"ex2\.approx(?:\.ftz)?\.f32", "call float @llvm.exp2.f32(float %a0)"),
     (r"lg2\.approx(?:\.ftz)?\.f32", "call float @llvm.log2.f32(float %a0)"),
@@ -340,7 +336,8 @@ for _op, _ir in (
 ):
     emulate_ir(_op, f"  %r = {_ir}\n  ret float %r")
 emulate_ir(
-    r"rsqrt\.approx(?:\.ftz)?\.f32", "  %q = call float @llvm.sqrt.f32(float %a0)\n  %r = fdiv float 1.0, %q\n  ret float %r"
+    r"rsqrt\.approx(?:\.ftz)?\.f32",
+    "  %q = call float @llvm.sqrt.f32(float %a0)\n  %r = fdiv float 1.0, %q\n  ret float %r",
 )
 emulate_ir(
     r"rsqrt\.approx(?:\.ftz)?\.f64",
@@ -372,9 +369,7 @@ def _wide(n: int, *expression: str) -> str:
 _PAIRS = ("%h0 = shl i128 %w1, 64", "%x = or i128 %w0, %h0", "%h1 = shl i128 %w3, 64", "%y = or i128 %w2, %h1")
 emulate_ir(r"\{ \.reg \.u32 r0.*\badd\.cc\.u32.*", _wide(4, *_PAIRS, "%v = add i128 %x, %y"))
 emulate_ir(r"\{ \.reg \.u32 r0.*\bsub\.cc\.u32.*", _wide(4, *_PAIRS, "%v = sub i128 %x, %y"))
-emulate_ir(
-    r"\{ \.reg \.u32 r0.*\bmov\.b64 \{blo,bhi\}, \$3; mul\.lo\.u32.*", _wide(2, "%v = mul i128 %w0, %w1")
-)
+emulate_ir(r"\{ \.reg \.u32 r0.*\bmov\.b64 \{blo,bhi\}, \$3; mul\.lo\.u32.*", _wide(2, "%v = mul i128 %w0, %w1"))
 emulate_ir(
     r"\{ \.reg \.u32 r0.*\bmov\.b64 \{clo,chi\}, \$4; mad\.lo\.cc\.u32.*",
     _wide(3, "%m = mul i128 %w0, %w1", "%v = add i128 %m, %w2"),

@@ -1,8 +1,8 @@
 """The streams of several ranks on the CPU: one queue of entries per rank, performed in order by `run_queues`.
 
-`SimtStream` has the methods of the stream that ops are written for (ops/device/stream.py); what it is told is queued, and
-nothing runs. `run_queues` then performs the queues of all ranks together, as their devices would: each queue in order,
-kernels of different ranks side by side, so that kernels that spin on each other's words meet.
+`SimtStream` has the methods of the stream that ops are written for (ops/device/stream.py); what it is told is queued,
+and nothing runs. `run_queues` then performs the queues of all ranks together, as their devices would: each queue in
+order, kernels of different ranks side by side, so that kernels that spin on each other's words meet.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class WaitEntry:
         parts = []
         for address, value in self.pairs:
             seen = read_u64(address)
-            parts.append(f"[{address:#x}] expected {value} seen {seen}" + ("" if reached(seen, value) else " (blocked)"))
+            parts.append(
+                f"[{address:#x}] expected {value} seen {seen}" + ("" if reached(seen, value) else " (blocked)")
+            )
         return "wait for " + ", ".join(parts)
 
 
@@ -105,7 +107,7 @@ def _word(address: int) -> int:
 
 
 class SimtStream:
-    """The stream of one rank. Every call appends one entry to `queue` and returns; what can be refused, is refused here."""
+    """The stream of one rank. Every call appends one entry to `queue` and returns; misuse is refused at once."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -118,10 +120,10 @@ class SimtStream:
         grid: int | tuple[int, int, int],
         block: int | tuple[int, int, int],
         shared_bytes: int,
-        *args: Any,
+        *arguments: Any,
     ) -> None:
-        """`args` by the kernel's signature: addresses as ints (numpy arrays will do), sizes as ints, scalars as floats."""
-        self.queue.append(LaunchEntry(Launch(kernel, grid, block, args, shared_bytes)))
+        """`arguments` by the kernel's signature: addresses (or numpy arrays), sizes as ints, scalars as floats."""
+        self.queue.append(LaunchEntry(Launch(kernel, grid, block, arguments, shared_bytes)))
 
     def wait_value(self, *pairs: tuple[int, int]) -> None:
         """Go on when every word has reached its value, cyclically; all of one beat in one call."""
@@ -148,17 +150,14 @@ class _Feeder:
     def __init__(self, streams: Sequence[SimtStream], slots: Any, resident: bool, blocks: int) -> None:
         self.streams, self.slots, self.resident, self.blocks = streams, slots, resident, blocks
         self.running: list[Launch | None] = [None] * len(streams)
-        self.granted = [0] * len(streams)
+        self.granted = [0] * len(streams)  #: launches
+        self.last = -1  #: whom the last was granted
 
     def _is_turn_of(self, i: int) -> bool:
-        """One kernel at a time: of the ranks that have one, the one that has had the fewest."""
-        if any(self.running):
-            return False
-        return all(
-            self.granted[i] <= self.granted[j]
-            for j, s in enumerate(self.streams)
-            if j != i and s.queue and isinstance(s.queue[0], LaunchEntry)
-        )
+        """One kernel at a time: of the ranks that have one, the one that has had the fewest, then the next in line."""
+        n = len(self.streams)
+        ready = [j for j, s in enumerate(self.streams) if s.queue and isinstance(s.queue[0], LaunchEntry)]
+        return not any(self.running) and i == min(ready, key=lambda j: (self.granted[j], (j - self.last - 1) % n))
 
     def __call__(self, i: int) -> int:
         stream, did = self.streams[i], 0
@@ -172,6 +171,7 @@ class _Feeder:
                     return did
                 self.running[i] = head.launch
                 self.granted[i] += 1
+                self.last = i
                 c = self.slots[i]
                 head.launch.fill(c)
                 c.resident = self.blocks or math.prod(head.launch.grid)

@@ -33,7 +33,9 @@ _NAME = r'%"[^"]*"|%[\w.$-]+'
 _TYPE = r"i16|i32|i64|i128|half|bfloat|float|double|<\d+ x \w+>|[^ ,{}\[\]]+\*"
 _LOAD = re.compile(rf"^\s+\S+ = load (?:volatile |atomic )?(?P<t>{_TYPE}), (?P=t)\* (?P<p>{_NAME})(?P<rest>.*)$")
 _STORE = re.compile(rf"^\s+store (?:volatile |atomic )?(?P<t>{_TYPE}) .+, (?P=t)\* (?P<p>{_NAME})(?P<rest>.*)$")
-_RMW = re.compile(rf"^\s+\S+ = (?:atomicrmw (?:volatile )?\w+|cmpxchg(?: volatile)?) (?P<t>{_TYPE})\* (?P<p>{_NAME}),(?P<rest>.*)$")
+_RMW = re.compile(
+    rf"^\s+\S+ = (?:atomicrmw (?:volatile )?\w+|cmpxchg(?: volatile)?) (?P<t>{_TYPE})\* (?P<p>{_NAME}),(?P<rest>.*)$"
+)
 _ZEROED = re.compile(rf"^\s+store \[(?P<n>\d+) x (?P<t>i8|{_TYPE})\] zeroinitializer, \[.*\]\* (?P<p>{_NAME})$")
 _ALLOCA = re.compile(rf"^\s+(?P<r>{_NAME}) = alloca ")
 _GEP = re.compile(rf"^\s+(?P<r>{_NAME}) = getelementptr (?:inbounds )?(?P<t>.+?), (?P=t)\* (?P<b>{_NAME}), (?P<i>.*)$")
@@ -71,7 +73,13 @@ class _Function:
     def check(self, line: str) -> str | None:
         """The check to put before this line. The base of an element has the alignment of the element, and is the same
         value in the next turn of a loop, so the optimiser can drop the check there."""
-        m = _LOAD.match(line) if " load " in line else _STORE.match(line) if line.startswith("  store ") else _RMW.match(line)
+        m = (
+            _LOAD.match(line)
+            if " load " in line
+            else _STORE.match(line)
+            if line.startswith("  store ")
+            else _RMW.match(line)
+        )
         if not m or m["p"] in self.local:
             return None
         explicit = re.search(r", align (\d+)", m["rest"])
@@ -82,7 +90,9 @@ class _Function:
         while pointer in self.roots and self.roots[pointer][1] == m["t"]:
             pointer = self.roots[pointer][0]
         debug = re.search(r", (!dbg !\d+)", m["rest"])
-        return f"  call void @simt_check({m['t']}* {pointer}, i64 {bytes_count - 1})" + (f", {debug[1]}" if debug else "")
+        return f"  call void @simt_check({m['t']}* {pointer}, i64 {bytes_count - 1})" + (
+            f", {debug[1]}" if debug else ""
+        )
 
 
 class Rewriter:

@@ -1,5 +1,7 @@
-"""Which versions the harness was tested with. It rewrites the IR text that numba-cuda writes and parses it with llvmlite's
-LLVM, neither of which promises to keep its form."""
+"""Which versions the harness was tested with.
+
+It rewrites the IR text that numba-cuda writes and parses it with llvmlite's LLVM; neither promises to keep its form.
+"""
 
 from __future__ import annotations
 
