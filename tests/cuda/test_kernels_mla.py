@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("numba.cuda")
 
-from helpers.mutate import assert_caught
+from helpers.mutate import MutantStream, assert_caught, mutate
 from whalez.errors import ShapeError
 from whalez.ops.device.compile import compile_cubin, resource_usage, sass_opcodes
 from whalez.ops.device.kernel import KERNELS
@@ -34,6 +34,7 @@ from whalez.ops.mla.cuda import (
 )
 from whalez.ops.mla.naive import naive_mla_attend, naive_mla_decode
 from whalez.testing import simt
+from whalez.testing.simt import emulation
 
 BF16 = ml_dtypes.bfloat16
 FULL, SMALL = (128, 64, 128), (32, 16, 32)
@@ -558,3 +559,27 @@ def test_machine_code(name):
     assert kernel.shared_bytes < 100_000
     assert opcodes["HMMA"] == {"mla_attend_128_64_128_kernel": 160, "mla_decode_split_kernel": 68}[name]
     assert opcodes["LDSM"] and opcodes["LDGSTS"]
+
+
+def test_no_bank_conflicts(monkeypatch):
+    """Every eight rows that ldmatrix fetches at a time lie in eight different places modulo 128 bytes."""
+    monkeypatch.setattr(emulation, "REGISTRY", list(emulation.REGISTRY))
+    fetched = []
+
+    @simt.emulate(r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16", scope="warp")
+    def _(addresses):
+        fetched.append(addresses.reshape(4, 8))
+        return np.zeros((32, 4), np.uint32)
+
+    stream = simt.SimtStream()
+    for kernel in (ATTEND_TILES[FULL][1], mla_decode_split_kernel):
+        swapped = MutantStream(stream, kernel, mutate(kernel, "cp_async_commit()", "cp_async_commit()", nth=0))
+        if kernel is mla_decode_split_kernel:
+            case = Decode((33,), 1, 64, 1)
+            case.run(swapped, *case.draw())
+        else:
+            Attend.draw(FULL, 1, 65, 1, 64).run(swapped)
+        assert swapped.launches_count == 1
+    places = np.sort(np.array(fetched) // 16 % 8)
+    assert len(places) >= 2 * 8 * 80 + 2 * 8 * 34
+    np.testing.assert_array_equal(places, np.broadcast_to(np.arange(8), places.shape))
