@@ -740,6 +740,69 @@ def test_unaligned_barrier_may_be_reached_at_two_places():
     assert arrive is not bar
 
 
+# -------------------------------------------------------------------------------------------------- Python emulations
+@pytest.fixture
+def own_emulations():
+    before = list(REGISTRY)
+    yield
+    REGISTRY[:] = before
+
+
+def test_python_emulation_takes_and_returns_operands_in_text_order(own_emulations):
+    seen = {}
+
+    @simt.emulate(r"mix\.b32", scope="warp")
+    def mix(pair, address, literal, x, name):
+        seen.update(pair=pair.copy(), address=address.copy(), literal=literal, x=x.copy(), name=name)
+        return pair[:, ::-1], x + np.float32(1)
+
+    low, high, x = execute(
+        "mix.b32 {$1, $0}, $2, {$5, $4}, [$3+12], 0x11, $6, %special;", "=r,=r,=f,l,r,r,f", L // np.uint64(2), A, B, Y
+    )
+    np.testing.assert_array_equal(seen["pair"], np.stack([B, A], 1))
+    np.testing.assert_array_equal(seen["address"], L // np.uint64(2) + np.uint64(12))
+    assert (seen["literal"], seen["name"]) == (17, "%special")
+    np.testing.assert_array_equal(seen["x"], Y)
+    np.testing.assert_array_equal(high, A)
+    np.testing.assert_array_equal(low, B)
+    np.testing.assert_array_equal(x, Y + np.float32(1))
+
+
+def test_python_emulation_of_one_thread_knows_where_it_is(own_emulations):
+    places = []
+
+    @simt.emulate(r"where\.b32")
+    def where(x):
+        places.append((*simt.current(), int(x)))
+        return x * 2
+
+    statement = from_constraints("where.b32 $0, $1;", "=r,r")
+
+    def k(o):
+        o[cuda.grid(1)] = statement(uint32(cuda.grid(1)))
+
+    o = [np.zeros(4, "u4") for _ in range(2)]
+    simt.run([simt.Launch(k, 2, 2, (x,)) for x in o])
+    assert [x.tolist() for x in o] == [[0, 2, 4, 6]] * 2
+    assert sorted(places) == [(r, (b, 0, 0), (t, 0, 0), 2 * b + t) for r in (0, 1) for b in (0, 1) for t in (0, 1)]
+
+
+def test_python_emulation_reads_memory(own_emulations):
+    @simt.emulate(r"peek\.b32", scope="warp")
+    def peek(address):
+        return np.array([simt.read_memory(a, "u4", 2).sum() for a in address], "u4")
+
+    data = np.arange(40, dtype="u4")
+    (got,) = execute("peek.b32 $0, [$1];", "=r,l", data.ctypes.data + 4 * LANE.astype("u8"))
+    np.testing.assert_array_equal(got, 2 * LANE + 1)
+
+
+def test_last_declared_emulation_wins(own_emulations):
+    simt.emulate_ir(r"sub\.rn\.f32", "  %r = fadd float %a0, %a1\n  ret float %r")
+    (got,) = execute("sub.rn.f32 $0, $1, $2;", "=f,f,f", Y, POSITIVE)
+    np.testing.assert_array_equal(got, Y + POSITIVE)
+
+
 # ------------------------------------------------------------------------------------------------------- completeness
 #: Statements tested here or in the files named, beside the tables above.
 ELSEWHERE = [
