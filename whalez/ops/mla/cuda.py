@@ -736,10 +736,11 @@ def mla_attend_context(
         )  # fmt: skip
         return
     nope, shared, value = dims
+    row = heads * value
     for first in range(0, queries, window):
         count, own = min(window, queries - first), start + first
         tile_q, tile_lse = q + 2 * first * heads * (nope + shared), lse + 4 * first * heads
-        tile_acc = acc + 4 * first * heads * value
+        tile_acc = acc + 4 * first * row
         w = read(own, count)
         mla_attend(
             stream, tile_q, w.kv, w.kr, tile_acc, tile_lse, queries=count, keys=count, q_start=0, causal=True,
@@ -752,8 +753,10 @@ def mla_attend_context(
                 stream, tile_q, w.kv, w.kr, part, part_lse, queries=count, keys=depth, q_start=0, causal=False,
                 kv_row=w.kv_row, kr_row=w.kr_row, **how,
             )  # fmt: skip
-            lse_merge(stream, tile_acc, tile_lse, part, part_lse, count, heads, value)
-    lse_finalise(stream, acc, out, queries, heads, value)
+            lse_merge(
+                stream, tile_acc, row, tile_lse, part, row, part_lse, count, heads, value, part_is_bf16=False
+            )  # fmt: skip
+    lse_finalise(stream, acc, row, lse, out, row, queries, heads, value)
 
 
 def mla_decode_shares(requests: int, heads: int, length_max: int, blocks: int) -> int:
