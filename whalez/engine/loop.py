@@ -114,6 +114,7 @@ class Loop:
         self._drain_wanted: deque[float] = deque()  # grace seconds; filled by signal handlers
         self._drain_deadline_ns: int | None = None
         self._drained = False
+        self._longest_s = 0.0
         self._whale: Gather | None = None  # of the superstep being entered or under way
 
     # ---- called from other threads and from signal handlers ----------------------------------------------------
@@ -368,6 +369,9 @@ class Loop:
         batch, wanted = self._batch(compose, plan)
         result = self.runner.run(self.launch, batch, wanted)
         took_ns = now_ns() - started_ns
+        # A fleet whose launches are long is not stuck sooner than ten of them.
+        self._longest_s = max(self._longest_s, took_ns / 1e9)
+        self.bells.stuck_s = max(self.fleet.stuck_s, 10 * self._longest_s)
         if batch.rows_count:
             self._publish(compose, plan, batch, result, started_ns, took_ns)
 
