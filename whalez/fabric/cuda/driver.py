@@ -8,6 +8,7 @@ Rule 3: the driver is named by this file only; a test hands `Driver` a fake with
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -210,7 +211,7 @@ class Driver:
     def __init__(self, api: Any = None) -> None:
         if api is None:
             try:
-                from cuda.bindings import driver as api
+                api = importlib.import_module("cuda.bindings.driver")
             except ImportError as error:
                 raise CapabilityMissing(f"CUDA needs the Python packages of whalez[cuda]: {error}") from error
         self.api = api
@@ -330,8 +331,8 @@ class Device:
             if self.capability < CAPABILITY_MIN:
                 major, minor = self.capability
                 raise CapabilityMissing(
-                    f"device {ordinal}: cuDeviceGetAttribute -> compute capability {major}.{minor} ({self.name}): whalez "
-                    f"needs {CAPABILITY_MIN[0]}.{CAPABILITY_MIN[1]} or newer (Ampere): choose another with --device"
+                    f"device {ordinal}: cuDeviceGetAttribute -> compute capability {major}.{minor} ({self.name}): "
+                    f"whalez needs {CAPABILITY_MIN[0]}.{CAPABILITY_MIN[1]} or newer (Ampere): choose another device"
                 )
             self.context = driver.cuDevicePrimaryCtxRetain(self.handle)
             self._teardown.push(driver.cuDevicePrimaryCtxRelease, self.handle)
@@ -347,7 +348,7 @@ class Device:
     def attribute(self, name: str) -> int:
         """CU_DEVICE_ATTRIBUTE_<name>: what the driver says, which is not yet what it does."""
         attributes = self.driver.api.CUdevice_attribute
-        return int(self.driver.cuDeviceGetAttribute(attributes[f"CU_DEVICE_ATTRIBUTE_{name}"], self.handle))
+        return int(self.driver.cuDeviceGetAttribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), self.handle))
 
     def bind(self) -> None:
         """Make this device's context current in the calling thread: first thing in every entry.

@@ -8,6 +8,7 @@ Rule 2: both sides are bounded in time; a process that is gone is an error at on
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import secrets
@@ -22,7 +23,9 @@ TOKEN_BYTES: Final = 16
 _NAME_BYTES: Final = 16
 HANDLE_BYTES: Final = _NAME_BYTES + TOKEN_BYTES
 _UCRED: Final = struct.Struct("3i")
-TIMEOUT_S: Final = 0.8
+#: How long a peer asks, and how long one silent peer may hold up the others.
+ASK_S: Final = 0.8
+ANSWER_S: Final = 0.2
 
 
 def _address(name: bytes) -> bytes:
@@ -58,13 +61,13 @@ class FdServer:
             except OSError:  # shut down
                 return
             with peer, contextlib.suppress(OSError):
-                peer.settimeout(TIMEOUT_S)
+                peer.settimeout(ANSWER_S)
                 self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
         _, user, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        token = peer.recv(TOKEN_BYTES, socket.MSG_WAITALL) if user == os.geteuid() else b""
-        if secrets.compare_digest(token, self._token):
+        token = peer.recv(TOKEN_BYTES, socket.MSG_WAITALL)  # read in any case: unread bytes make the close a reset
+        if user == os.geteuid() and secrets.compare_digest(token, self._token):
             socket.send_fds(peer, [b"+"], [self._fd])
         else:
             self.refused_count += 1
@@ -73,19 +76,29 @@ class FdServer:
         """Idempotent. Blocks: for the answer in progress, bounded by its time-out."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(2 * TIMEOUT_S)
+        self._thread.join(4 * ANSWER_S)
         self._socket.close()
+
+
+def _receive(peer: socket.socket) -> tuple[bytes, list[int]]:
+    """One byte and the descriptors with it, closed on exec from the start: socket.recv_fds drops that flag."""
+    data, ancillary, _, _ = peer.recvmsg(1, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+    return data, fds.tolist()
 
 
 def fetch(handle: bytes, rank: int) -> int:
     """Ask the server of `rank` for its descriptor. The caller closes it. Raises FabricError."""
     name, token = handle[:_NAME_BYTES], handle[_NAME_BYTES:HANDLE_BYTES]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(TIMEOUT_S)
+        peer.settimeout(ASK_S)
         try:
             peer.connect(_address(name))
             peer.sendall(token)
-            answer, fds, _, _ = socket.recv_fds(peer, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            answer, fds = _receive(peer)
         except ConnectionRefusedError:
             raise FabricError(
                 f"posix_fd: rank {rank} does not answer: its process is gone, or is in another network namespace "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
@@ -48,7 +48,7 @@ class CudaSlab:
         assert self.address, "slab is closed"
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Copy from the slab. For start-up and post-mortems. Blocks: until the copy is done, not for any of our streams."""
+        """Copy from the slab. For start-up and post-mortems. Blocks: for the copy, not for any of our streams."""
         self._check(offset, nbytes)
         self._device.bind()
         buffer = ctypes.create_string_buffer(nbytes)
@@ -94,6 +94,7 @@ class CudaSlabs:
         self._teardowns: dict[int, Teardown] = {}
         self._export = Teardown()
         self._handle: bytes | None = None
+        self._nbytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -123,8 +124,11 @@ class CudaSlabs:
     @property
     def nbytes(self) -> int:
         """Bytes that the own slab takes of the device: the layout's, rounded up to what the driver hands out."""
-        step = self._granularity()
-        return -(-self.layout.nbytes // step) * step
+        if not self._nbytes:
+            self.device.bind()
+            step = self._granularity()
+            self._nbytes = -(-self.layout.nbytes // step) * step
+        return self._nbytes
 
     def create(self) -> CudaSlab:
         """Allocate, map and zero this rank's slab; its header is written. Raises FabricError, leaving nothing."""
@@ -134,7 +138,10 @@ class CudaSlabs:
             self.device.bind()
             nbytes = self.nbytes
             address = with_trim(
-                self.device, f"{self.name}: slab of rank {self.rank}", nbytes, lambda: self._allocate(nbytes, teardown)
+                self.device,
+                f"{self.name}: slab of rank {self.rank}",
+                nbytes,
+                lambda: self._try_allocate(nbytes, teardown),
             )
             self.device.driver.cuMemsetD8(address, 0, nbytes)
             self.device.driver.cuCtxSynchronize()  # the memset may return before it has run
@@ -144,8 +151,16 @@ class CudaSlabs:
             self._slabs[self.rank] = slab
         return slab
 
+    def _try_allocate(self, nbytes: int, teardown: Teardown) -> int:
+        try:
+            return self._allocate(nbytes, teardown)
+        except FabricError:  # it is tried again if the device was full
+            with contextlib.suppress(FabricError):
+                teardown.run()
+            raise
+
     @contextlib.contextmanager
-    def _undone(self, rank: int) -> Any:
+    def _undone(self, rank: int) -> Iterator[None]:
         """Undo what was taken for a slab if this block fails; what will not be undone now stays for `close`."""
         try:
             yield
@@ -165,7 +180,7 @@ class CudaSlabs:
 
     # ---- peers' slabs -----------------------------------------------------------------------------------------
     def open(self, entry: SlabEntry) -> CudaSlab:
-        """Map the slab of another rank. Raises FabricError naming the claim that does not hold, or the driver's words."""
+        """Map the slab of another rank. Raises FabricError with the claim that does not hold, or the driver's words."""
         rank = entry.rank
         assert rank != self.rank, "the own slab is mapped by create"
         if not 0 <= rank < self.layout.world or rank in self._slabs:
@@ -264,7 +279,6 @@ class _VmmSlabs(CudaSlabs):
         return int(address)
 
     def _allocate(self, nbytes: int, teardown: Teardown) -> int:
-        assert not teardown
         self._own = self.device.driver.cuMemCreate(nbytes, self._prop(), 0)
         teardown.push(self.device.driver.cuMemRelease, self._own)
         return self._map(self._own, nbytes, teardown)
