@@ -53,6 +53,25 @@ _NO_CONTEXT_NEEDED: Final = {
 }
 
 
+#: Calls that wait, or may wait, until the device has run everything queued on it. The fake always waits.
+SYNCHRONISING: Final = {
+    "cuMemAlloc",
+    "cuMemFree",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuIpcOpenMemHandle",
+    "cuIpcCloseMemHandle",
+    "cuLibraryLoadData",
+    "cuLibraryUnload",
+    "cuKernelGetFunction",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+}
+
+
 def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int) -> int:
     got = _libc.mmap(address or None, nbytes, protection, flags, fd, 0)
     assert got not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
@@ -210,6 +229,8 @@ class FakeDriver:
     # ---- recording --------------------------------------------------------------------------------------------
     def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> tuple[Any, ...]:
+            if name in SYNCHRONISING - {"cuStreamSynchronize"}:
+                self._drain(list(self._streams.values()), name)
             with _MACHINE_LOCK:
                 index = len(self.calls)
                 self.calls.append(Call(name, arguments))
@@ -363,8 +384,8 @@ class FakeDriver:
             raise Failed(201)
         self._current.context = ctx
 
-    def _cuCtxSynchronize(self) -> Callable[[], None]:
-        return lambda: self._drain(list(self._streams.values()))
+    def _cuCtxSynchronize(self) -> None:
+        return None
 
     def _cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
         return 0, -5
@@ -592,9 +613,9 @@ class FakeDriver:
     def _cuStreamSynchronize(self, hStream: int) -> Callable[[], None]:
         if int(hStream) not in self._streams:
             raise Failed(400)
-        return lambda: self._drain([self._streams[int(hStream)]])
+        return lambda: self._drain([self._streams[int(hStream)]], "cuStreamSynchronize")
 
-    def _drain(self, streams: list[_Stream]) -> None:
+    def _drain(self, streams: list[_Stream], call: str) -> None:
         deadline = time.monotonic() + 5
         while True:
             with _MACHINE_LOCK:
@@ -602,7 +623,7 @@ class FakeDriver:
                 heads = [stream.queue[0][0] for stream in streams if stream.queue]
             if not heads:
                 return
-            assert time.monotonic() < deadline, f"synchronised with a stream that is blocked: {heads}"
+            assert time.monotonic() < deadline, f"{call} would wait for ever, for a stream that is blocked: {heads}"
             time.sleep(0.001)
 
     def _word(self, address: Any) -> int:
@@ -677,8 +698,8 @@ class FakeDriver:
         self._kernels[kernel] = self._libraries[int(lib)]
         return [kernel]
 
-    def _cuKernelGetAttribute(self, attrib: Any, kernel: int, dev: int) -> int:
-        return 0
+    def _cuKernelGetFunction(self, kernel: int) -> int:
+        return kernel
 
     def _cuKernelSetAttribute(self, attrib: Any, val: int, kernel: int, dev: int) -> None:
         return None

@@ -74,7 +74,7 @@ CALLS: Final = (
     "cuLibraryUnload",
     "cuLibraryGetKernelCount",
     "cuLibraryEnumerateKernels",
-    "cuKernelGetAttribute",
+    "cuKernelGetFunction",
     "cuKernelSetAttribute",
     "cuLaunchKernel",
 )
