@@ -81,7 +81,7 @@ def kda_beta_kernel(g_b: Any, b_stride: Any, rows: Any, heads: Any) -> None:
 
 @cuda.jit(device=True, forceinline=True)
 def load_rows_block(s_to: Any, pitch: Any, g_from: Any, stride: Any, rows: Any, width: Any) -> None:
-    """Begin to copy g_from [rows, width] to s_to [rows, pitch], both on 16 bytes; there after the wait and a barrier."""
+    """Begin to copy g_from [rows, width] to s_to [rows, pitch], both on 16 bytes; await_rows_block ends it."""
     quads = width // 4
     first = cuda.threadIdx.x // quads
     column = cuda.threadIdx.x % quads * 4
@@ -175,7 +175,7 @@ def _prepare(dim: int) -> Kernel:
 
     @cuda.jit(device=True, forceinline=True)
     def solve_rows_thread(x: Any, s_a: Any, g_column: Any, first: Any) -> None:
-        """Rows first .. first + SOLVED of one column of (I + A)^-1 y by forward substitution, from y in x to g_column."""
+        """SOLVED rows from `first` on of a column of (I + A)^-1 y, by forward substitution; y comes in x."""
         for j in range(first):
             solved = g_column[j * dim]
             for r in range(SOLVED):
@@ -683,9 +683,10 @@ def _compose(dim: int) -> Kernel:
         s_even = offset(s_state, stages_at)  # [dim, PITCH] sixteen columns of M
         s_odd = offset(s_even, stage)
         acc = cuda.local.array((thread_rows, thread_columns), f32)
+        g_left, g_right = g_m, g_state
 
-        load_rows_block(s_state, dim, g_state, dim, dim, dim)
-        load_rows_block(s_even, PITCH, g_m, dim, dim, SLICE)
+        load_rows_block(s_state, dim, g_right, dim, dim, dim)
+        load_rows_block(s_even, PITCH, g_left, dim, dim, SLICE)
         cp_async_commit()
         for r in range(thread_rows):
             for n in range(groups):
@@ -693,12 +694,12 @@ def _compose(dim: int) -> Kernel:
                     acc[r, 4 * n + c] = g_d[(t_y + threads_y * r) * dim + 64 * n + 4 * t_x + c]
         for i in range(0, dim, 2 * SLICE):
             await_rows_block()
-            load_rows_block(s_odd, PITCH, offset(g_m, i + SLICE), dim, dim, SLICE)
+            load_rows_block(s_odd, PITCH, offset(g_left, i + SLICE), dim, dim, SLICE)
             cp_async_commit()
             products(acc, s_even, t_y * PITCH, threads_y * PITCH, s_state, i * dim + 4 * t_x, dim, SLICE)
             await_rows_block()
             if i + 2 * SLICE < dim:
-                load_rows_block(s_even, PITCH, offset(g_m, i + 2 * SLICE), dim, dim, SLICE)
+                load_rows_block(s_even, PITCH, offset(g_left, i + 2 * SLICE), dim, dim, SLICE)
                 cp_async_commit()
             products(acc, s_odd, t_y * PITCH, threads_y * PITCH, s_state, (i + SLICE) * dim + 4 * t_x, dim, SLICE)
         for r in range(thread_rows):
