@@ -17,29 +17,29 @@ Every kernel exists per head width (K = V), since accumulators live in registers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda
 from numba.cuda import float32 as f32
+from numba.cuda import uint32
 
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import Kernel, kernel
+from whalez.ops.device.pointers import offset, shared_address_of, shared_pointer
 from whalez.ops.device.ptx import (
-    at,
-    bf16_to_f32,
+    address_of,
     cp_async_16,
     cp_async_commit,
-    cp_async_wait_0,
-    f32_to_bf16,
-    shared_pointer,
+    cp_async_wait_all,
+    cvt_bf16_f32,
+    f32_from_bf16,
 )
 from whalez.ops.device.stream import Stream
 from whalez.ops.device.types import bf16p, f32p, i64, i64p
 from whalez.ops.device.types import f32 as f32_t
+from whalez.ops.kda.host import CHUNK, chunks_count
 
-CHUNK = 64  # rows between two states
 THREADS = 256
 DIMS = (32, 128)  # head widths there are kernels for
 
@@ -83,16 +83,20 @@ def kda_beta_kernel(g_b: Any, b_stride: Any, rows: Any, heads: Any) -> None:
 def load_rows_block(s_to: Any, pitch: Any, g_from: Any, stride: Any, rows: Any, width: Any) -> None:
     """Begin to copy g_from [rows, width] to s_to [rows, pitch], both on 16 bytes; there after the wait and a barrier."""
     quads = width // 4
-    for x in range(cuda.threadIdx.x, rows * quads, THREADS):
-        row = x // quads
-        column = x % quads * 4
-        cp_async_16(at(s_to, row * pitch + column), at(g_from, row * stride + column))
+    first = cuda.threadIdx.x // quads
+    column = cuda.threadIdx.x % quads * 4
+    step = THREADS // quads
+    to = shared_address_of(offset(s_to, first * pitch + column))
+    source = offset(g_from, first * stride + column)
+    for i in range((rows + step - 1) // step):
+        if first + i * step < rows:
+            cp_async_16(to + uint32(4 * i * step * pitch), address_of(offset(source, i * step * stride)))
 
 
 @cuda.jit(device=True, forceinline=True)
 def await_rows_block() -> None:
     """All that was loaded is there, and nobody still reads what the next load overwrites."""
-    cp_async_wait_0()
+    cp_async_wait_all()
     cuda.syncthreads()
 
 
@@ -199,7 +203,7 @@ def _prepare(dim: int) -> Kernel:
         rows_here: Any,
     ) -> None:
         """One channel of q exp(G) and of Wm."""
-        g_w = at(g_tile, CHUNK * dim + channel)
+        g_w = offset(g_tile, CHUNK * dim + channel)
         x = cuda.local.array(SOLVED, f32)
         total = f32(0.0)
         for first in range(0, CHUNK, SOLVED):
@@ -210,8 +214,8 @@ def _prepare(dim: int) -> Kernel:
                 if row < rows_here:
                     total += g_g[row * g_stride + channel]
                     decay = math.exp(total)
-                    query = scale * bf16_to_f32(g_q[row * q_stride + channel]) * decay
-                    x[r] = s_beta[row] * bf16_to_f32(g_k[row * k_stride + channel]) * decay
+                    query = scale * f32_from_bf16(g_q[row * q_stride + channel]) * decay
+                    x[r] = s_beta[row] * f32_from_bf16(g_k[row * k_stride + channel]) * decay
                 g_tile[row * dim + channel] = query
             solve_rows_thread(x, s_a, g_w, first)
 
@@ -230,14 +234,14 @@ def _prepare(dim: int) -> Kernel:
         rows_here: Any,
     ) -> None:
         """One channel of Kg, of exp(G_end) and of U."""
-        g_kg = at(g_tile, 2 * CHUNK * dim + channel)
-        g_u = at(g_tile, 3 * CHUNK * dim + channel)
+        g_kg = offset(g_tile, 2 * CHUNK * dim + channel)
+        g_u = offset(g_tile, 3 * CHUNK * dim + channel)
         total = f32(0.0)
         for back in range(CHUNK):
             row = CHUNK - 1 - back
             key = f32(0.0)
             if row < rows_here:
-                key = bf16_to_f32(g_k[row * k_stride + channel]) * math.exp(total)
+                key = f32_from_bf16(g_k[row * k_stride + channel]) * math.exp(total)
                 total += g_g[row * g_stride + channel]
             g_kg[row * dim] = key
         g_tile[4 * CHUNK * dim + CHUNK * CHUNK + channel] = math.exp(total)
@@ -247,7 +251,7 @@ def _prepare(dim: int) -> Kernel:
                 row = first + r
                 x[r] = f32(0.0)
                 if row < rows_here:
-                    x[r] = s_beta[row] * bf16_to_f32(g_v[row * v_stride + channel])
+                    x[r] = s_beta[row] * f32_from_bf16(g_v[row * v_stride + channel])
             solve_rows_thread(x, s_a, g_u, first)
 
     @kernel(
@@ -277,21 +281,21 @@ def _prepare(dim: int) -> Kernel:
         tid = cuda.threadIdx.x
         row0 = i_chunk * CHUNK
         rows_here = min(i64(CHUNK), rows - row0)
-        g_q = at(g_q, row0 * q_stride + i_head * dim)
-        g_k = at(g_k, row0 * k_stride + i_head * dim)
-        g_v = at(g_v, row0 * v_stride + i_head * dim)
-        g_g = at(g_g, row0 * g_stride + i_head * dim)
-        g_beta = at(g_beta, row0 * beta_stride + i_head)
-        g_tile = at(g_tiles, (i_head * cuda.gridDim.x + i_chunk) * tile)
-        g_p = at(g_tile, 4 * CHUNK * dim)
+        g_q = offset(g_q, row0 * q_stride + i_head * dim)
+        g_k = offset(g_k, row0 * k_stride + i_head * dim)
+        g_v = offset(g_v, row0 * v_stride + i_head * dim)
+        g_g = offset(g_g, row0 * g_stride + i_head * dim)
+        g_beta = offset(g_beta, row0 * beta_stride + i_head)
+        g_tile = offset(g_tiles, (i_head * cuda.gridDim.x + i_chunk) * tile)
+        g_p = offset(g_tile, 4 * CHUNK * dim)
 
         s_x = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [LEVELS, CHUNK, PITCH] keys, decayed
-        s_y = at(s_x, y_at)  # [LEVELS, CHUNK, PITCH] queries, decayed since the boundary before them
-        s_k = at(s_x, raw_at)  # [CHUNK, PITCH] as they came, queries behind them
-        s_q = at(s_k, level_count)
-        s_alpha = at(s_x, alpha_at)  # [CHUNK, PITCH] exp(g)
-        s_total = at(s_x, total_at)  # [GROUPS, SLICE] sums of g
-        s_beta = at(s_total, GROUPS * SLICE)  # [CHUNK]
+        s_y = offset(s_x, y_at)  # [LEVELS, CHUNK, PITCH] queries, decayed since the boundary before them
+        s_k = offset(s_x, raw_at)  # [CHUNK, PITCH] as they came, queries behind them
+        s_q = offset(s_k, level_count)
+        s_alpha = offset(s_x, alpha_at)  # [CHUNK, PITCH] exp(g)
+        s_total = offset(s_x, total_at)  # [GROUPS, SLICE] sums of g
+        s_beta = offset(s_total, GROUPS * SLICE)  # [CHUNK]
         s_a = s_x  # [CHUNK, CHUNK] A transposed, once the levels are done with
 
         if tid < CHUNK:
@@ -332,8 +336,8 @@ def _prepare(dim: int) -> Kernel:
                 q[r] = f32(0.0)
                 if row < rows_here:
                     log_decay = g_g[row * g_stride + d + channel]
-                    k[r] = bf16_to_f32(g_k[row * k_stride + d + channel])
-                    q[r] = bf16_to_f32(g_q[row * q_stride + d + channel])
+                    k[r] = f32_from_bf16(g_k[row * k_stride + d + channel])
+                    q[r] = f32_from_bf16(g_q[row * q_stride + d + channel])
                 slot = (GROUPS * r + i_group) * PITCH + channel
                 s_k[slot] = k[r]
                 s_q[slot] = q[r]
@@ -434,8 +438,8 @@ def _scan(dim: int, columns: int) -> Kernel:
     @cuda.jit(device=True, forceinline=True)
     def load_halves_block(s_to: Any, g_tile: Any, column: Any) -> None:
         """Half the columns of Wm, and of q below it."""
-        load_rows_block(s_to, half + 4, at(g_tile, CHUNK * dim + column), dim, CHUNK, half)
-        load_rows_block(at(s_to, CHUNK * (half + 4)), half + 4, at(g_tile, column), dim, CHUNK, half)
+        load_rows_block(s_to, half + 4, offset(g_tile, CHUNK * dim + column), dim, CHUNK, half)
+        load_rows_block(offset(s_to, CHUNK * (half + 4)), half + 4, offset(g_tile, column), dim, CHUNK, half)
         cp_async_commit()
 
     @kernel(
@@ -456,14 +460,14 @@ def _scan(dim: int, columns: int) -> Kernel:
         t_x = tid % threads_x
         t_y = tid // threads_x
         chunks = (rows + CHUNK - 1) // CHUNK
-        g_tiles = at(g_tiles, i_head * chunks * tile)
-        g_state = at(g_state, i_head * dim * dim + column0 + 4 * t_x)
-        g_out = at(g_out, i_head * dim + column0 + 4 * t_x)
+        g_tiles = offset(g_tiles, i_head * chunks * tile)
+        g_state = offset(g_state, i_head * dim * dim + column0 + 4 * t_x)
+        g_out = offset(g_out, i_head * dim + column0 + 4 * t_x)
 
         s_state = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [dim, columns]
-        s_fresh = at(s_state, fresh_at)  # [CHUNK, columns] U - Wm S: the values each token really writes
-        s_even = at(s_state, stages_at)
-        s_odd = at(s_even, stage)
+        s_fresh = offset(s_state, fresh_at)  # [CHUNK, columns] U - Wm S: the values each token really writes
+        s_even = offset(s_state, stages_at)
+        s_odd = offset(s_even, stage)
 
         state = cuda.local.array((state_rows, 4), f32)
         acc = cuda.local.array((product_rows, 4), f32)
@@ -476,7 +480,7 @@ def _scan(dim: int, columns: int) -> Kernel:
 
         load_halves_block(s_even, g_tiles, 0)
         for i_chunk in range(chunks):
-            g_tile = at(g_tiles, i_chunk * tile)
+            g_tile = offset(g_tiles, i_chunk * tile)
 
             await_rows_block()
             load_halves_block(s_odd, g_tile, half)
@@ -486,7 +490,7 @@ def _scan(dim: int, columns: int) -> Kernel:
             products(acc, s_even, t_y * (half + 4), threads_y * (half + 4), s_state, 4 * t_x, columns, half)
 
             await_rows_block()
-            load_rows_block(s_even, CHUNK + 4, at(g_tile, 4 * CHUNK * dim), CHUNK, CHUNK, CHUNK)
+            load_rows_block(s_even, CHUNK + 4, offset(g_tile, 4 * CHUNK * dim), CHUNK, CHUNK, CHUNK)
             cp_async_commit()
             for r in range(output_rows):
                 for c in range(4):
@@ -507,18 +511,18 @@ def _scan(dim: int, columns: int) -> Kernel:
                     out[r, c] = acc[output_rows + r, c]
 
             await_rows_block()
-            load_rows_block(s_odd, dim, at(g_tile, 2 * CHUNK * dim), dim, CHUNK, dim)
+            load_rows_block(s_odd, dim, offset(g_tile, 2 * CHUNK * dim), dim, CHUNK, dim)
             cp_async_commit()
             outputs(out, s_even, t_y * (CHUNK + 4), threads_y * (CHUNK + 4), s_fresh, 4 * t_x, columns, CHUNK)
             for r in range(output_rows):
                 row = i_chunk * CHUNK + t_y + threads_y * r
                 if row < rows:
                     for c in range(4):
-                        g_out[row * out_stride + c] = f32_to_bf16(out[r, c])
+                        g_out[row * out_stride + c] = cvt_bf16_f32(out[r, c])
 
             await_rows_block()
             if i_chunk + 1 < chunks:
-                load_halves_block(s_even, at(g_tile, tile), 0)
+                load_halves_block(s_even, offset(g_tile, tile), 0)
             for r in range(state_rows):
                 decay = g_tile[4 * CHUNK * dim + CHUNK * CHUNK + state_rows * t_y + r]
                 for c in range(4):
@@ -571,12 +575,12 @@ def _package(dim: int, columns: int) -> Kernel:
         tid = cuda.threadIdx.x
         t_x = tid % threads_x
         t_y = tid // threads_x
-        g_tiles = at(g_tiles, i_head * chunks * tile)
+        g_tiles = offset(g_tiles, i_head * chunks * tile)
 
         s_map = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [dim, columns]
-        s_fresh = at(s_map, fresh_at)  # [CHUNK, columns] U - Wm D, or -Wm M
-        s_even = at(s_map, stages_at)
-        s_odd = at(s_even, stage)
+        s_fresh = offset(s_map, fresh_at)  # [CHUNK, columns] U - Wm D, or -Wm M
+        s_even = offset(s_map, stages_at)
+        s_odd = offset(s_even, stage)
 
         x = cuda.local.array((map_rows, 4), f32)
         acc = cuda.local.array((fresh_rows, 4), f32)
@@ -587,13 +591,13 @@ def _package(dim: int, columns: int) -> Kernel:
                 s_map[(map_rows * t_y + r) * columns + 4 * t_x + c] = x[r, c]
 
         if chunks > 0:
-            load_rows_block(s_even, half + 4, at(g_tiles, CHUNK * dim), dim, CHUNK, half)
+            load_rows_block(s_even, half + 4, offset(g_tiles, CHUNK * dim), dim, CHUNK, half)
             cp_async_commit()
         for i_chunk in range(chunks):
-            g_tile = at(g_tiles, i_chunk * tile)
+            g_tile = offset(g_tiles, i_chunk * tile)
 
             await_rows_block()
-            load_rows_block(s_odd, half + 4, at(g_tile, CHUNK * dim + half), dim, CHUNK, half)
+            load_rows_block(s_odd, half + 4, offset(g_tile, CHUNK * dim + half), dim, CHUNK, half)
             cp_async_commit()
             for r in range(fresh_rows):
                 for c in range(4):
@@ -601,7 +605,7 @@ def _package(dim: int, columns: int) -> Kernel:
             products(acc, s_even, t_y * (half + 4), threads_y * (half + 4), s_map, 4 * t_x, columns, half)
 
             await_rows_block()
-            load_rows_block(s_even, dim, at(g_tile, 2 * CHUNK * dim), dim, half_chunk, dim)
+            load_rows_block(s_even, dim, offset(g_tile, 2 * CHUNK * dim), dim, half_chunk, dim)
             cp_async_commit()
             products(
                 acc,
@@ -621,7 +625,7 @@ def _package(dim: int, columns: int) -> Kernel:
                     s_fresh[(t_y + threads_y * r) * columns + 4 * t_x + c] = value - acc[r, c]
 
             await_rows_block()
-            load_rows_block(s_odd, dim, at(g_tile, (2 * CHUNK + half_chunk) * dim), dim, half_chunk, dim)
+            load_rows_block(s_odd, dim, offset(g_tile, (2 * CHUNK + half_chunk) * dim), dim, half_chunk, dim)
             cp_async_commit()
             for r in range(map_rows):
                 decay = g_tile[4 * CHUNK * dim + CHUNK * CHUNK + map_rows * t_y + r]
@@ -631,14 +635,14 @@ def _package(dim: int, columns: int) -> Kernel:
 
             await_rows_block()
             if i_chunk + 1 < chunks:
-                load_rows_block(s_even, half + 4, at(g_tile, tile + CHUNK * dim), dim, CHUNK, half)
+                load_rows_block(s_even, half + 4, offset(g_tile, tile + CHUNK * dim), dim, CHUNK, half)
                 cp_async_commit()
             update(x, s_odd, map_rows * t_y, dim, s_fresh, half_chunk * columns + 4 * t_x, columns, half_chunk)
             for r in range(map_rows):
                 for c in range(4):
                     s_map[(map_rows * t_y + r) * columns + 4 * t_x + c] = x[r, c]
 
-        g_to = at(g_d if is_d else g_m, i_head * dim * dim + column0 + 4 * t_x)
+        g_to = offset(g_d if is_d else g_m, i_head * dim * dim + column0 + 4 * t_x)
         for r in range(map_rows):
             for c in range(4):
                 g_to[(map_rows * t_y + r) * dim + c] = x[r, c]
@@ -671,13 +675,13 @@ def _compose(dim: int) -> Kernel:
         tid = cuda.threadIdx.x
         t_x = tid % threads_x
         t_y = tid // threads_x
-        g_m = at(g_m, i_head * dim * dim)
-        g_d = at(g_d, i_head * dim * dim)
-        g_state = at(g_state, i_head * dim * dim)
+        g_m = offset(g_m, i_head * dim * dim)
+        g_d = offset(g_d, i_head * dim * dim)
+        g_state = offset(g_state, i_head * dim * dim)
 
         s_state = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [dim, dim]
-        s_even = at(s_state, stages_at)  # [dim, PITCH] sixteen columns of M
-        s_odd = at(s_even, stage)
+        s_even = offset(s_state, stages_at)  # [dim, PITCH] sixteen columns of M
+        s_odd = offset(s_even, stage)
         acc = cuda.local.array((thread_rows, thread_columns), f32)
 
         load_rows_block(s_state, dim, g_state, dim, dim, dim)
@@ -689,12 +693,12 @@ def _compose(dim: int) -> Kernel:
                     acc[r, 4 * n + c] = g_d[(t_y + threads_y * r) * dim + 64 * n + 4 * t_x + c]
         for i in range(0, dim, 2 * SLICE):
             await_rows_block()
-            load_rows_block(s_odd, PITCH, at(g_m, i + SLICE), dim, dim, SLICE)
+            load_rows_block(s_odd, PITCH, offset(g_m, i + SLICE), dim, dim, SLICE)
             cp_async_commit()
             products(acc, s_even, t_y * PITCH, threads_y * PITCH, s_state, i * dim + 4 * t_x, dim, SLICE)
             await_rows_block()
             if i + 2 * SLICE < dim:
-                load_rows_block(s_even, PITCH, at(g_m, i + 2 * SLICE), dim, dim, SLICE)
+                load_rows_block(s_even, PITCH, offset(g_m, i + 2 * SLICE), dim, dim, SLICE)
                 cp_async_commit()
             products(acc, s_odd, t_y * PITCH, threads_y * PITCH, s_state, (i + SLICE) * dim + 4 * t_x, dim, SLICE)
         for r in range(thread_rows):
@@ -741,15 +745,15 @@ def _decode(dim: int) -> Kernel:
         warp = tid // 32
         column = i64(cuda.blockIdx.x) * DECODE_COLUMNS + lane
         head = i_head * dim
-        g_state = at(g_states, ((g_slots[i_row] * cuda.gridDim.y + i_head) * dim + warp_rows * warp) * dim + column)
+        g_state = offset(g_states, ((g_slots[i_row] * cuda.gridDim.y + i_head) * dim + warp_rows * warp) * dim + column)
 
         s_q = cuda.shared.array(dim, f32)
         s_k = cuda.shared.array(dim, f32)
         s_alpha = cuda.shared.array(dim, f32)
         s_part = cuda.shared.array((2, WARPS, DECODE_COLUMNS), f32)
         if tid < dim:
-            s_q[tid] = scale * bf16_to_f32(g_q[i_row * q_stride + head + tid])
-            s_k[tid] = bf16_to_f32(g_k[i_row * k_stride + head + tid])
+            s_q[tid] = scale * f32_from_bf16(g_q[i_row * q_stride + head + tid])
+            s_k[tid] = f32_from_bf16(g_k[i_row * k_stride + head + tid])
             s_alpha[tid] = math.exp(g_g[i_row * g_stride + head + tid])
         cuda.syncthreads()
 
@@ -761,7 +765,7 @@ def _decode(dim: int) -> Kernel:
         s_part[0, warp, lane] = predicted
         cuda.syncthreads()
 
-        fresh = bf16_to_f32(g_v[i_row * v_stride + head + column])
+        fresh = f32_from_bf16(g_v[i_row * v_stride + head + column])
         for x in range(WARPS):
             fresh -= s_part[0, x, lane]
         fresh *= g_beta[i_row * beta_stride + i_head]
@@ -777,7 +781,7 @@ def _decode(dim: int) -> Kernel:
             total = f32(0.0)
             for x in range(WARPS):
                 total += s_part[1, x, lane]
-            g_out[i_row * out_stride + head + column] = f32_to_bf16(total)
+            g_out[i_row * out_stride + head + column] = cvt_bf16_f32(total)
 
     return kda_decode_kernel
 
@@ -818,11 +822,6 @@ def _of(key_dim: int, value_dim: int) -> _Width:
     if key_dim != value_dim or key_dim not in WIDTHS:
         raise ShapeError(f"heads: expected K = V in {sorted(WIDTHS)}, got K {key_dim}, V {value_dim}")
     return WIDTHS[key_dim]
-
-
-def chunks_count(rows: int) -> int:
-    """N: chunks of 64 rows that cover `rows`, the last one ragged."""
-    return -(-rows // CHUNK)
 
 
 def kda_tiles_bytes(rows: int, heads: int, key_dim: int, value_dim: int) -> int:
