@@ -142,30 +142,35 @@ def _soften(keys: int) -> Any:
     GROUPS = keys // 8
 
     @_inlined
+    def soften_row_quad(t_scores: Any, i: Any, t_top: Any, t_mass: Any, t_shrink: Any, unit: Any) -> None:
+        top = t_top[i]
+        for n in range(GROUPS):
+            top = max(top, max(t_scores[4 * n + 2 * i], t_scores[4 * n + 2 * i + 1]))
+        top = max(top, cuda.shfl_xor_sync(ALL_LANES, top, 1))
+        top = max(top, cuda.shfl_xor_sync(ALL_LANES, top, 2))
+        # A row that has seen nothing yet: -inf - 0 is -inf, where -inf - -inf would be NaN.
+        base = ZERO if top == EMPTY else top
+        # Difference first, product second: equal scores then give a weight of exactly one, which one fused multiply-add
+        # with a rounded base would not.
+        shrink = ex2_approx_f32((t_top[i] - base) * unit)
+        total = ZERO
+        for n in range(GROUPS):
+            left = ex2_approx_f32((t_scores[4 * n + 2 * i] - base) * unit)
+            right = ex2_approx_f32((t_scores[4 * n + 2 * i + 1] - base) * unit)
+            t_scores[4 * n + 2 * i] = left
+            t_scores[4 * n + 2 * i + 1] = right
+            total += left + right
+        t_mass[i] = t_mass[i] * shrink + total
+        t_top[i] = top
+        t_shrink[i] = shrink
+
+    @_inlined
     def soften_warp(t_scores: Any, t_top: Any, t_mass: Any, t_shrink: Any, scale: Any) -> None:
         """Running maximum (raw score) and sum of the lane's two rows; the sum is the lane's own columns' until the end.
         t_shrink: factor for what was summed under the earlier maximum."""
-        for i in range(2):
-            top = t_top[i]
-            for n in range(GROUPS):
-                top = max(top, max(t_scores[4 * n + 2 * i], t_scores[4 * n + 2 * i + 1]))
-            top = max(top, cuda.shfl_xor_sync(ALL_LANES, top, 1))
-            top = max(top, cuda.shfl_xor_sync(ALL_LANES, top, 2))
-            # A row that has seen nothing yet: -inf - 0 is -inf, where -inf - -inf would be NaN.
-            base = ZERO if top == EMPTY else top
-            # Difference first, product second: equal scores then give a weight of exactly one, which one fused
-            # multiply-add with a rounded base would not.
-            unit = scale * LOG2_E
-            shrink = ex2_approx_f32((t_top[i] - base) * unit)
-            total = ZERO
-            for n in range(GROUPS):
-                for j in range(2):
-                    weight = ex2_approx_f32((t_scores[4 * n + 2 * i + j] - base) * unit)
-                    t_scores[4 * n + 2 * i + j] = weight
-                    total += weight
-            t_mass[i] = t_mass[i] * shrink + total
-            t_top[i] = top
-            t_shrink[i] = shrink
+        # Two calls, not a loop: a loop that a compiler leaves standing would put the scores into memory.
+        soften_row_quad(t_scores, 0, t_top, t_mass, t_shrink, scale * LOG2_E)
+        soften_row_quad(t_scores, 1, t_top, t_mass, t_shrink, scale * LOG2_E)
 
     return soften_warp
 
