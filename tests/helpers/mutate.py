@@ -55,6 +55,12 @@ def mutate(
     return dataclasses.replace(kernel, name=f"{kernel.name}_mutant{next(_serial)}", function=function)
 
 
+def changes(*each: dict[str, Any], quick: int = 3) -> Any:
+    """Parametrises `change` with each of these; all but the first `quick` are left to the long tier."""
+    marks = [[]] * quick + [[pytest.mark.slow]] * len(each)
+    return pytest.mark.parametrize("change", [pytest.param(c, marks=m) for c, m in zip(each, marks, strict=False)])
+
+
 class MutantStream:
     """A stream that launches `mutant` wherever `kernel` is asked for, and passes everything else on."""
 
