@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
 
-from helpers.cuda_world import PeerProcess, Rank, entry_of, fake_world, make_layout
+from helpers.cuda_world import Rank, entry_of, fake_world, make_layout
 from whalez.errors import CapabilityMissing, FabricError, ShapeError
 from whalez.fabric.cuda import fds
 from whalez.fabric.cuda.driver import Device, Driver, DriverError
@@ -531,49 +531,3 @@ def test_a_silent_client_holds_nobody_up_for_long() -> None:
     finally:
         server.close()
         os.close(fd)
-
-
-@every_provider
-def test_the_slab_of_another_process(name: str) -> None:
-    """Two sibling processes without any right over each other; the descriptor goes through the socket."""
-    fake = FakeDriver()
-    with fake_processes(fake):
-        rank = Rank(make_layout(2), name, 0, fake)
-        peer = PeerProcess(name, is_fake=True, machine=fake.machine.identity)
-        try:
-            ticket = peer("create")
-            there = rank.slabs.open(entry_of(rank.slabs, rank=1, incarnation="i1", ticket=ticket))
-            there.write(8192, b"from rank 0")
-            assert peer("read", 1, 8192, 11) == b"from rank 0"
-            rank.slabs.create()
-            peer("open", {"rank": 0, "incarnation": "i0", "host": "here", "pid": 0, "ticket": rank.slabs.ticket})
-            peer("write", 0, 8192, b"from rank 1")
-            assert rank.slabs._slabs[0].read(8192, 11) == b"from rank 1"
-            rank.slabs.close_peers()
-            peer("close_peers")
-            peer.close()
-        finally:
-            peer.kill()
-            rank.close()
-        assert fake.leaks() == {}
-
-
-@every_provider
-def test_a_killed_process_leaves_its_peers_mapping_and_a_named_error_for_the_next(name: str) -> None:
-    fake = FakeDriver()
-    with fake_processes(fake):
-        rank = Rank(make_layout(2), name, 0, fake)
-        peer = PeerProcess(name, is_fake=True, machine=fake.machine.identity)
-        try:
-            entry = entry_of(rank.slabs, rank=1, incarnation="i1", ticket=peer("create"))
-            there = rank.slabs.open(entry)
-            peer.kill()
-            there.write(8192, b"nobody reads this")
-            assert there.read(8192, 6) == b"nobody"
-            rank.slabs.close_peers()
-            with pytest.raises(FabricError, match=r"process is gone|has exited"):
-                rank.slabs.open(entry)
-        finally:
-            peer.kill()
-            rank.close()
-        assert fake.leaks() == {}

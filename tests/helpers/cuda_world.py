@@ -9,11 +9,14 @@ from contextlib import ExitStack, contextmanager
 from time import monotonic_ns
 from typing import Any
 
+from whalez.fabric.cuda.doorbell import BellMemory, DeviceBells, Peers
 from whalez.fabric.cuda.driver import Device, Driver
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
-from whalez.fabric.cuda.providers import PROVIDERS, CudaSlabs
-from whalez.fabric.cuda.stream import codes_of
-from whalez.fabric.layout import LINE_BYTES, SlabLayout, SlabSpec
+from whalez.fabric.cuda.preflight import choose, preflight
+from whalez.fabric.cuda.providers import PROVIDERS, CudaSlab, CudaSlabs
+from whalez.fabric.cuda.stream import CudaStream, KernelSet, codes_of
+from whalez.fabric.cuda.watchdog import Watchdog
+from whalez.fabric.layout import BELL_DATA, LINE_BYTES, SlabLayout, SlabSpec
 from whalez.ops.device.kernel import Kernel
 from whalez.rendezvous.messages import SlabEntry
 from whalez.testing.fake_driver import FakeDriver, FakeMachine, fake_processes, is_reached, read_word, write_word
@@ -129,67 +132,152 @@ def fake_world(
     assert len(os.listdir("/proc/self/fd")) == fds, "descriptors left"
 
 
-# ---- a peer in another process ------------------------------------------------------------------------------------
+# ---- the same in another process, over the fake driver or a real one ------------------------------------------------
+class Member:
+    """A rank of a world of two: slab, stream, bells and watchdog, made on command. Rank 1 lives in `PeerProcess`."""
+
+    def __init__(self, name: str, rank: int, *, is_fake: bool, machine: bytes | None) -> None:
+        self.fake = FakeDriver(kernels=fake_kernels()) if is_fake else None
+        self.image = image if is_fake else None
+        self.rank = rank
+        self.layout = make_layout(2)
+        self.stack = ExitStack()
+        if self.fake is not None:
+            self.stack.enter_context(fake_processes(self.fake))
+        self.device = self.stack.enter_context(Device(Driver(self.fake), 0))
+        self.slabs = self.stack.enter_context(
+            PROVIDERS[name](self.layout, device=self.device, rank=rank, incarnation=f"i{rank}", machine=machine)
+        )
+        self.opened: dict[int, CudaSlab] = {}
+
+    def create(self) -> bytes:
+        self.opened[self.rank] = self.slabs.create()
+        return self.slabs.ticket
+
+    def open(self, ticket: bytes) -> None:
+        peer = 1 - self.rank
+        self.opened[peer] = self.slabs.open(entry_of(self.slabs, rank=peer, incarnation=f"i{peer}", ticket=ticket))
+
+    def read(self, rank: int, offset: int, nbytes: int) -> bytes:
+        return self.opened[rank].read(offset, nbytes)
+
+    def write(self, rank: int, offset: int, data: bytes) -> None:
+        self.opened[rank].write(offset, data)
+
+    def arm(self, wait_by: str, budget_ns: int = 3 * 10**8) -> None:
+        kernels = [doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel]
+        loaded = self.stack.enter_context(KernelSet(self.device, kernels, self.image))
+        addresses = [self.opened[rank].address for rank in range(2)]
+        memory = BellMemory(self.device, self.layout, addresses, self.rank)
+        self.stack.callback(memory.close)
+        self.stream = self.stack.enter_context(CudaStream(self.device, loaded, has_memops=wait_by == "memop"))
+        self.bells = DeviceBells(
+            self.stream,
+            self.layout,
+            addresses,
+            self.rank,
+            tables=memory.tables,
+            report=memory.report,
+            wait_by=wait_by,  # type: ignore[arg-type]
+            budget_ns=budget_ns,
+        )
+        self.watchdog = Watchdog(self.device, loaded, self.bells, self.stream)
+        self.stack.callback(self.watchdog.close)
+
+    def publish(self, value: int) -> None:
+        """Fill the own halo with `value` and ring the peer with it: one beat."""
+        halo = self.layout.regions["halo"]
+        self.write(self.rank, halo.offset, value.to_bytes(4, "little") * (halo.nbytes // 4))
+        self.bells.ring(BELL_DATA, Peers.of([1 - self.rank]), value)
+
+    def wait(self, value: int) -> None:
+        self.bells.wait(BELL_DATA, Peers.of([1 - self.rank]), value, layer=2)
+
+    def join(self, stuck_s: float = 20.0) -> None:
+        self.watchdog.join(stuck_s=stuck_s, slice_s=0.02)
+
+    def consume(self) -> bytes:
+        """The peer's halo, copied by the stream behind what was waited for."""
+        halo, progress = self.layout.regions["halo"], self.layout.regions["latent"]
+        own, theirs = self.opened[self.rank].address, self.opened[1 - self.rank].address
+        self.stream.copy(own + progress.offset, theirs + halo.offset, halo.nbytes)
+        self.join()
+        return self.read(self.rank, progress.offset, halo.nbytes)
+
+    def preflight(self, gather: Callable[[bytes], list[bytes]]) -> tuple[str, str]:
+        """What the world of two can use, and how this rank waits."""
+        ballots = preflight(
+            self.device,
+            rank=self.rank,
+            world=2,
+            host="here",
+            gather=gather,
+            machine=self.slabs.machine,
+            image=self.image,
+        )
+        return choose(ballots).provider, ballots[self.rank].wait_by
+
+    def close_peers(self) -> None:
+        self.slabs.close_peers()
+
+    def close(self) -> dict[str, int]:
+        self.stack.close()
+        return self.fake.leaks() if self.fake is not None else {}
+
+
 def _serve(pipe: Any, name: str, is_fake: bool, machine: bytes | None) -> None:
-    """Answer commands until told to close: one provider of rank 1, in a world of 2."""
-    fake = FakeDriver() if is_fake else None
-    device = Device(Driver(fake), 0)
-    layout = make_layout(2)
-    slabs = PROVIDERS[name](layout, device=device, rank=1, incarnation="i1", machine=machine)
-    opened: dict[int, Any] = {}
+    """Rank 1 in a process of its own: methods of Member on command, until told to close."""
+    member = Member(name, 1, is_fake=is_fake, machine=machine)
+
+    def gather(mine: bytes) -> list[bytes]:
+        pipe.send_bytes(mine)
+        return [pipe.recv_bytes(), mine]
+
     while True:
         command, arguments = pipe.recv()
         try:
-            if command == "create":
-                opened[1] = slabs.create()
-                answer: Any = slabs.ticket
-            elif command == "open":
-                entry = SlabEntry(**arguments)
-                opened[entry.rank] = slabs.open(entry)
-                answer = None
-            elif command == "read":
-                rank, offset, nbytes = arguments
-                answer = opened[rank].read(offset, nbytes)
-            elif command == "write":
-                rank, offset, data = arguments
-                answer = opened[rank].write(offset, data)
-            elif command == "close_peers":
-                answer = slabs.close_peers()
-            else:
-                slabs.close()
-                device.close()
-                pipe.send(("ok", fake.leaks() if fake else {}))
-                return
+            answer = getattr(member, command)(*(arguments if command != "preflight" else (gather,)))
         except Exception as error:
             pipe.send(("error", f"{type(error).__name__}: {error}"))
         else:
             pipe.send(("ok", answer))
+        if command == "close":
+            return
 
 
 class PeerProcess:
-    """Rank 1 in a process of its own."""
+    """Rank 1."""
 
-    def __init__(self, name: str, *, is_fake: bool, machine: bytes | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+    def __init__(self, name: str, *, is_fake: bool, machine: bytes | None) -> None:
+        context = multiprocessing.get_context("forkserver")  # its process imports once, and never sees a GPU
+        context.set_forkserver_preload(["whalez.fabric.cuda.preflight", "whalez.testing.fake_driver"])
+        self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, name, is_fake, machine), daemon=True)
         self.process.start()
         theirs.close()
 
     def __call__(self, command: str, *arguments: Any) -> Any:
-        self._pipe.send((command, arguments[0] if len(arguments) == 1 else arguments))
-        assert self._pipe.poll(60), f"peer does not answer to {command}"
-        kind, answer = self._pipe.recv()
+        self.ask(command, *arguments)
+        return self.answer()
+
+    def ask(self, command: str, *arguments: Any) -> None:
+        self.pipe.send((command, arguments))
+
+    def answer(self) -> Any:
+        assert self.pipe.poll(60), "the peer does not answer"
+        kind, answer = self.pipe.recv()
         if kind == "error":
             raise RuntimeError(answer)
         return answer
 
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Rank 0's side of an allgather of two."""
+        assert self.pipe.poll(60), "the peer does not answer"
+        theirs = self.pipe.recv_bytes()
+        self.pipe.send_bytes(mine)
+        return [mine, theirs]
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join(10)
-
-    def close(self) -> None:
-        if self.process.is_alive():
-            assert self("close") == {}
-        self.process.join(10)
-        self._pipe.close()
+        self.pipe.close()
