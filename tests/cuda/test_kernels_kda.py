@@ -576,8 +576,9 @@ def test_mistakes_in_decode(change):
 
 @changes(
     {"old": "math.exp(-abs(r))", "new": "math.exp(r)"},
-    {"old": "x // key_dim", "new": "x % heads"},
-    {"old": "+ g_dt_bias[x]", "new": ""},
+    {"old": "g_a_log[i_head]", "new": "g_a_log[0]"},
+    {"old": "i_head * key_dim", "new": "0", "nth": 1},
+    {"old": "+ g_bias[x]", "new": ""},
     quick=1,
 )
 def test_mistakes_in_gate(change):
