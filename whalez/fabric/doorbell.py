@@ -48,6 +48,7 @@ from whalez.fabric.layout import (
     SlabLayout,
     SlabSpec,
 )
+from whalez.fabric.private import PrivateSlab
 from whalez.fabric.provider import Slab
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Why",
     "gang_value",
     "pairing_value",
+    "place_of",
     "warm",
 ]
 
@@ -110,6 +112,18 @@ def pairing_value(launch: int, steps_per_launch: int, step: int) -> int:
     assert launch >= 0, launch
     assert 0 <= step < steps_per_launch, (step, steps_per_launch)
     return launch * steps_per_launch + step + 1
+
+
+def place_of(kind: int, value: int, layer: int, steps_per_launch: int) -> str:
+    """What a doorbell value stands for, in words; `layer` below 0 is left out."""
+    if kind in (BELL_DATA, BELL_FREE):
+        place = f"seq {value // STRIDE - 1} window {value % STRIDE}"
+    elif kind == BELL_LAUNCH:
+        place = f"launch {value - 1}"
+    else:
+        launch, step = divmod(value - 1, steps_per_launch)
+        place = f"launch {launch} step {step}"
+    return place if layer < 0 else f"{place} layer {layer}"
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------
@@ -430,14 +444,7 @@ class Bells:
         return progress
 
     def _where(self, kind: int, value: int, layer: int) -> str:
-        if kind in (BELL_DATA, BELL_FREE):
-            place = f"seq {value // STRIDE - 1} window {value % STRIDE}"
-        elif kind == BELL_LAUNCH:
-            place = f"launch {value - 1}"
-        else:
-            launch, step = divmod(value - 1, self.steps_per_launch)
-            place = f"launch {launch} step {step}"
-        return place if layer < 0 else f"{place} layer {layer}"
+        return place_of(kind, value, layer, self.steps_per_launch)
 
     def _timeout(self, kind: int, peer: int, value: int, layer: int, waited_s: float) -> DoorbellTimeout:
         where = self._where(kind, value, layer)
@@ -545,21 +552,6 @@ class Bells:
             return int(_load(int(self._address[peer]) + offset))
 
 
-class _ScratchSlab:
-    """Private memory in the shape of a slab, to warm the kernels on."""
-
-    def __init__(self, nbytes: int) -> None:
-        memory = np.zeros(nbytes + 4096, np.uint8)
-        skip = -int(memory.ctypes.data) % 4096
-        self.rank = 0
-        self.nbytes = nbytes
-        self._bytes = memory[skip : skip + nbytes]
-        self.address = int(self._bytes.ctypes.data)
-
-    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return np.ndarray(shape, dtype, self._bytes.data, offset)
-
-
 def warm() -> None:
     """Compile every kernel of this file, or load it from numba's cache, before the first launch."""
     spec = SlabSpec(
@@ -575,7 +567,7 @@ def warm() -> None:
         latent_width=0,
     )
     layout = SlabLayout.from_spec(spec)
-    bells = Bells(layout, [_ScratchSlab(layout.nbytes)], 0, spin_ns=0, slice_s=1e-6)
+    bells = Bells(layout, [PrivateSlab(0, layout.nbytes)], 0, spin_ns=0, slice_s=1e-6)
     self_only = np.zeros(1, np.int64)
 
     def ring() -> None:
