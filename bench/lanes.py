@@ -13,12 +13,7 @@ from bench.report import console, table
 from whalez.fleet import Fleet, Generated
 from whalez.model.trace import Part
 
-SETTINGS = {
-    "segment_floor": 512,
-    "chunk_tokens": 2048,
-    "buckets": (512, 1024, 2048, 4096, 8192, 16896),
-    "slots": 4,
-}
+SETTINGS = {"chunk_tokens": 2048, "slots": 4}
 WORK = [Part.ATTENTION, Part.MLP]
 GENERATED = 4
 

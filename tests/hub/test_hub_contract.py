@@ -1,5 +1,6 @@
 """What every hub must do, whatever carries its words."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -142,41 +143,28 @@ def test_waker_is_called_for_what_waits_already(world):
 
 
 def test_send_never_blocks_with_a_stalled_peer_and_nothing_is_lost_silently(world):
-    """Rank 1 does not drain. Its queue fills up, the fleet learns that it does not read; what it gets is a prefix."""
-    limits = HubLimits(inbox_count=4, outbox_count=4096, peer_count=16)
-    hubs = world.start(2, limits=limits, options=SocketOptions(hwm_count=2))
+    """Rank 1 does not drain: the fleet learns it by name, and what rank 1 finds in the end has no gap."""
+    hubs = world.start(2, limits=HubLimits(inbox_count=20), options=SocketOptions(hwm_count=2))
     slowest = 0.0
-    for count in range(2000):
+    for count in range(60):
         begin = time.monotonic()
-        try:
+        with contextlib.suppress(PeerDied):
             hubs[0].send(Ready(rank=0, seq=1, count=count))
-        except PeerDied as error:
-            assert "does not read" in error.how  # noqa: PT017
-            break
-        finally:
-            slowest = max(slowest, time.monotonic() - begin)
+        slowest = max(slowest, time.monotonic() - begin)
     failure = wait_until_failed(hubs[0])
     assert isinstance(failure, PeerDied)
     assert failure.rank == 1
-    assert "does not read" in failure.how
+    assert "does not drain: 20 messages wait" in failure.how
     assert slowest < CALL_S
-    got = []
-    while True:
-        try:
-            got += collect(hubs[1], 1)
-        except (PeerDied, HubError):
-            break
-    counts = [each.count for each in got]
-    assert counts == list(range(len(counts)))
-    assert len(counts) >= 4
+    assert [each.count for each in hubs[1].drain()] == list(range(20))
+    for _ in range(2):
+        with pytest.raises(HubError, match="does not drain"):
+            hubs[1].drain()
 
 
 def test_a_slow_reader_loses_nothing(world):
-    """Backpressure: everything waits somewhere until it is read."""
-    limits = HubLimits(inbox_count=4, peer_count=4096)
-    if world.kind == "local":
-        limits = HubLimits(inbox_count=4096)
-    hubs = world.start(2, limits=limits, options=SocketOptions(hwm_count=2))
+    """Pipes of two frames: what they do not take waits in order where it is."""
+    hubs = world.start(2, options=SocketOptions(hwm_count=2))
     for count in range(150):
         hubs[0].send(Ready(rank=0, seq=1, count=count))
     assert [each.count for each in collect(hubs[1], 150)] == list(range(150))
@@ -223,27 +211,28 @@ def test_a_message_in_anothers_name_is_the_senders_death(world):
     assert "in the name of rank 0" in failure.how
 
 
-def test_close_with_traffic(world):
+@pytest.mark.parametrize("closing", [0, 1])
+def test_close_with_traffic(world, closing):
     """What was sent before close arrives; close is bounded; nobody is blamed who said Bye."""
-    hubs = world.start(3)
+    hubs = world.start(3, options=SocketOptions(hwm_count=2))
     tokens = bytes(1 << 20)
-    hubs[1].send(Post(rank=1, request_id="r", tokens=tokens, prompt_hash="", max_tokens=1))
-    for count in range(100):
-        hubs[1].send(Ready(rank=1, seq=2, count=count))
-    hubs[1].send(Bye(rank=1))
+    hubs[closing].send(Post(rank=closing, request_id="r", tokens=tokens, prompt_hash="", max_tokens=1))
+    for count in range(50):
+        hubs[closing].send(Ready(rank=closing, seq=2, count=count))
+    hubs[closing].send(Bye(rank=closing))
     begin = time.monotonic()
-    hubs[1].close()
-    hubs[1].close()
+    hubs[closing].close()
+    hubs[closing].close()
     assert time.monotonic() - begin < 3.0
-    got = collect(hubs[2], 102)
-    assert [each.count for each in got if isinstance(each, Ready)] == list(range(100))
-    assert got[-1] == Bye(rank=1)
-    assert Bye(rank=1) in collect(hubs[0], 2)
+    got = collect(hubs[2], 52)
+    assert [each.count for each in got if isinstance(each, Ready)] == list(range(50))
+    assert got[-1] == Bye(rank=closing)
+    assert Bye(rank=closing) in collect(hubs[1 - closing], 2)
     assert hubs[2].failure is None
     with pytest.raises(HubError):
-        hubs[1].send(Ready(rank=1, seq=2, count=0))
+        hubs[closing].send(Ready(rank=closing, seq=2, count=0))
     with pytest.raises(HubError):  # the first may still hand out what it got before
-        hubs[1].drain(), hubs[1].drain()
+        hubs[closing].drain(), hubs[closing].drain()
 
 
 def test_every_rank_hears_every_bye_once_and_not_its_own(world):

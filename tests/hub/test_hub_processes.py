@@ -190,12 +190,13 @@ def test_wrong_world_and_wrong_fingerprint_are_refused_by_name(ranks, ipc_addres
     ranks[3].fact("started")
 
 
-def expect_death(fleet, victim, within_s=5.0):
+def expect_death(fleet, victim, how, within_s=5.0):
     begin = time.monotonic()
     for each in fleet:
         if each is not victim:
             died = each.fact("error")
             assert (died["error"], died["rank"]) == ("PeerDied", victim.rank), died
+            assert how in died["text"]
             assert died["at"] - begin < within_s
             assert each.process.wait(10) == 5
 
@@ -213,13 +214,13 @@ def expect_death(fleet, victim, within_s=5.0):
 def test_a_dead_rank_is_named_by_all_within_5_s(ranks, address, sig, victim):
     fleet = start_world(ranks, 3, address)
     fleet[victim].kill(sig)
-    expect_death(fleet, fleet[victim])
+    expect_death(fleet, fleet[victim], "its process has ended" if sig == signal.SIGKILL else "silent for")
 
 
 def test_exit_without_bye_is_a_death(ranks, ipc_address):
     fleet = start_world(ranks, 3, ipc_address)
     fleet[1].tell("exit")
-    expect_death(fleet, fleet[1])
+    expect_death(fleet, fleet[1], "its process has ended")
 
 
 @pytest.mark.parametrize("address", ["ipc", "tcp"], indirect=True)

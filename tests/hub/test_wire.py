@@ -36,6 +36,8 @@ HUB_MESSAGES = [
     msg.Bye(rank=1),
     msg.Died(rank=1, how="gone"),
     wire.Beat(rank=1),
+    wire.Probe(rank=1),
+    wire.Echo(rank=1),
 ]
 STATUS = req.Status(
     query_id="q",
@@ -158,7 +160,7 @@ def test_pickle_is_bytes_like_any_other():
 
 
 def test_deep_nesting_is_refused():
-    body = b"\x84\xa4type\xa6Refuse\xa1x" + b"\x91" * 100_000 + b"\xc0"
+    body = b"\x83\xa4type\xa7Refused\xa6reason\xa0\xa1x" + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(WireError):
         wire.decode(struct.pack("<4sHHI", wire.MAGIC, wire.VERSION, 1, len(body)) + b"i" + body)
 

@@ -12,8 +12,10 @@ import pytest
 import zmq
 from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 
-from whalez.errors import PeerDied
+from whalez.errors import HubError, PeerDied
 from whalez.hub import wire
+from whalez.hub.interface import HubLimits
+from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.rendezvous.events import Received
 from whalez.rendezvous.messages import Bye, Mapped, Post, Ready, Refused
@@ -173,6 +175,40 @@ def test_prompts_of_16_megabytes_starve_nobody(start, tmp_path):
         assert hub.failure is None
 
 
+def test_a_member_that_does_not_read_is_named_and_the_others_are_served(tmp_path):
+    """A member made by hand, which says what a member says and then never looks at its socket again."""
+    address = f"ipc://{tmp_path}/hub.sock"
+    hub = ZmqHub(
+        0, 2, address, sequencer=PassOn(2), limits=HubLimits(peer_count=16), options=SocketOptions(hwm_count=2)
+    )
+    deaf = hello(1, 2)
+    context = zmq.Context()
+    member = context.socket(zmq.DEALER)
+    member.linger = 0
+    member.rcvhwm = 2
+    member.rcvtimeo = int(TIMEOUT_S * 1000)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            started = pool.submit(hub.start, hello(0, 2), TIMEOUT_S)
+            member.connect(address)
+            member.send(wire.encode(deaf, deaf.entry.incarnation))
+            started.result(TIMEOUT_S)
+            member.send(wire.encode(Mapped(rank=1), deaf.entry.incarnation))
+            hub.mapped(TIMEOUT_S)
+        for number in range(40):
+            if hub.failure is None:
+                hub.send(Post(rank=0, request_id=str(number), tokens=bytes(1 << 16), prompt_hash="", max_tokens=1))
+        failure = wait_until_failed(hub)
+        assert (failure.rank, "does not read" in failure.how) == (1, True), failure
+        got = [each.request_id for each in hub.drain()]
+        assert len(got) > 16
+        assert got == [str(number) for number in range(len(got))]
+    finally:
+        hub.close()
+        member.close()
+        context.term()
+
+
 class Broken(PassOn):
     def step(self, event, now_ns, launch):
         if isinstance(event, Received) and isinstance(event.message, Ready):
@@ -188,3 +224,13 @@ def test_a_bug_in_the_sequencer_reaches_every_rank_as_the_loss_of_rank_0(start, 
         assert isinstance(failure, PeerDied)
         assert failure.rank == 0
         assert "a bug" in failure.how
+
+
+def test_a_hub_closed_before_it_starts_opens_nothing(tmp_path):
+    """A signal may close while another thread is about to start."""
+    threads = threading.enumerate()
+    hub = ZmqHub(0, 1, f"ipc://{tmp_path}/hub.sock", sequencer=PassOn(1))
+    hub.close()
+    with pytest.raises(HubError, match="closed"):
+        hub.start(hello(0, 1), TIMEOUT_S)
+    assert threading.enumerate() == threads

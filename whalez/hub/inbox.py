@@ -31,21 +31,18 @@ class Inbox:
     def failure(self) -> Exception | None:
         return self._failure
 
-    @property
-    def is_full(self) -> bool:
-        """The hub stops reading until the loop has drained; a peer's queue then grows, up to its own limit."""
-        return len(self._messages) >= self._limits.inbox_count or self._bytes >= self._limits.inbox_bytes
-
-    def put(self, message: Message) -> None:
-        """Append, unless a failure closed the box."""
+    def put(self, message: Message) -> bool:
+        """Append. False if the box is full or a failure closed it: the message is then not in it."""
         with self._lock:
-            if self._failure is not None:
-                return
+            is_full = len(self._messages) >= self._limits.inbox_count or self._bytes >= self._limits.inbox_bytes
+            if is_full or self._failure is not None:
+                return False
             self._messages.append(message)
             self._bytes += message_bytes(message)
             wake = self._wake
         if wake is not None:
             wake()
+        return True
 
     def fail(self, failure: Exception) -> bool:
         """Store the failure; the first one stays. True if it was the first."""

@@ -28,7 +28,10 @@ BYE_GRACE_NS = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class HubLimits:
-    """How much may wait where. A full inbox stops the reading, a full outbox or peer queue is a failure."""
+    """How much may wait where; far above what the protocol can need, so a box that is full is a failure, named as such.
+
+    To stop reading instead would only move the wait into sockets, whose heartbeats then cut the connection.
+    """
 
     inbox_count: int = 1024
     inbox_bytes: int = 1 << 28

@@ -40,7 +40,8 @@ class _Centre:
             out = pending.popleft()
             end = self.ends.get(out.incarnation)
             if end is not None and not end._take(out.message):
-                how = f"does not read: {self.limits.inbox_count} messages wait for it"
+                how = f"its loop does not drain: {self.limits.inbox_count} messages wait"
+                end._inbox.fail(HubError(how))
                 pending.extend(self.conductor.gone(out.incarnation, how, now_ns(), self.launch()))
         self.changed.notify_all()
 
@@ -149,7 +150,7 @@ class LocalHub:
             centre.perform(centre.conductor.received(self._incarnation, message, now_ns(), centre.launch()))
 
     def _take(self, message: Message) -> bool:
-        """Called under the centre's lock. False if there is no room."""
+        """Called under the centre's lock. False if there is no room, while nothing has failed yet."""
         match message:
             case Table():
                 self._table = message.entries
@@ -161,10 +162,8 @@ class LocalHub:
                 self._inbox.fail(PeerDied(message.rank, message.how))
             case Bye() if message.rank == self._rank:
                 pass  # sequencers broadcast it; the loop knows
-            case _ if self._inbox.is_full:
-                return False
             case _:
-                self._inbox.put(message)
+                return self._inbox.put(message) or self._inbox.failure is not None
         return True
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -48,6 +48,22 @@ class Beat(messages.Message, frozen=True):
     on_frames: bool = False
 
 
+class Probe(messages.Message, frozen=True):
+    """Either end of a frames' connection, before it closes: say `Echo` once you have read up to here.
+
+    A socket that is closed while frames come in may take with it what it has sent (TCP resets the connection), so only
+    an answer tells that the last words have arrived.
+    """
+
+    rank: int
+
+
+class Echo(messages.Message, frozen=True):
+    """The answer to a Probe."""
+
+    rank: int
+
+
 HubMessage = (
     messages.Hello
     | messages.Table
@@ -68,6 +84,8 @@ HubMessage = (
     | messages.Bye
     | messages.Died
     | Beat
+    | Probe
+    | Echo
 )
 LinkAny = requests.Request | requests.Response
 

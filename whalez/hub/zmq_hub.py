@@ -18,7 +18,7 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import ConfigError, FleetRefused, HubError, PeerDied, WhalezError, WireError
 from whalez.hub import sockets, wire
-from whalez.hub.address import check_bind, check_connect, host_identity
+from whalez.hub.address import check_bind, check_connect
 from whalez.hub.conductor import Conductor
 from whalez.hub.inbox import Inbox, message_bytes
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits, SequencerLike
@@ -85,6 +85,7 @@ class ZmqHub:
         self._options = options or SocketOptions()
         self._inbox = Inbox(self._limits)
         self._launch = 0
+        self._lifecycle = threading.RLock()  # opening and closing; a signal may close while this thread opens
         self._lock = threading.Lock()  # guards the outbox and the phase
         self._changed = threading.Condition(self._lock)
         self._outbox: deque[Message] = deque()
@@ -95,7 +96,6 @@ class ZmqHub:
         self._world_started = False
         self._said_bye = False
         self._is_closing = False
-        self._is_closed = False
         self._heard_hub = False
         self._wake = Wake()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -108,33 +108,33 @@ class ZmqHub:
         assert (hello.entry.rank, hello.world) == (self._rank, self._world)
         wire.encode(hello, hello.entry.incarnation)  # an entry that can not travel is refused here, by name
         self._hello = hello
-        self._context = sockets.make_context()
         try:
-            if self._rank == 0:
-                assert self._sequencer is not None
-                conductor = Conductor(self._world, self._sequencer, hello.fingerprint)
-                self._router = RouterThread(
-                    self._context,
-                    self._address,
-                    conductor,
-                    hello,
-                    lambda: self._launch,
-                    self._limits,
-                    self._options,
-                )
-            where = INPROC if self._rank == 0 else self._address
-            frames = sockets.connect(self._context, where, self._options)
-            beats = sockets.connect(self._context, where, self._options)
-            self._thread = threading.Thread(
-                target=_MemberThread(self, frames, beats, hello).run, name=f"hub-{self._rank}", daemon=True
-            )
-            self._thread.start()
+            with self._lifecycle:
+                self._inbox.raise_failure()  # closed by another thread already
+                self._open(hello)
             self._wait(lambda: self._table is not None, timeout_s, "the slab table")
         except BaseException:
             self.close()
             raise
         assert self._table is not None
         return self._table
+
+    def _open(self, hello: Hello) -> None:
+        self._context = sockets.make_context()
+        if self._rank == 0:
+            assert self._sequencer is not None
+            conductor = Conductor(self._world, self._sequencer, hello.fingerprint)
+            self._router = RouterThread(
+                self._context, self._address, conductor, hello, lambda: self._launch, self._limits, self._options
+            )
+        where = INPROC if self._rank == 0 else self._address
+        frames = sockets.connect(self._context, where, self._options)
+        beats = sockets.connect(self._context, where, self._options)
+        thread = threading.Thread(
+            target=_MemberThread(self, frames, beats, hello).run, name=f"hub-{self._rank}", daemon=True
+        )
+        thread.start()
+        self._thread = thread
 
     def mapped(self, timeout_s: float) -> None:
         assert self._table is not None, "start comes first"
@@ -157,11 +157,7 @@ class ZmqHub:
         self._wake.set()
 
     def drain(self) -> list[Message]:
-        was_full = self._inbox.is_full
-        drained = self._inbox.drain()
-        if was_full:
-            self._wake.set()  # the thread may read again
-        return drained
+        return self._inbox.drain()
 
     @property
     def failure(self) -> Exception | None:
@@ -189,24 +185,24 @@ class ZmqHub:
         return self._router.stale_frames_total if self._router is not None else 0
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._is_closing = True
-        self._wake.set()
-        ended = True
-        if self._thread is not None:
-            self._thread.join(_CLOSE_NS / 1e9 + 2.0)
-            ended = not self._thread.is_alive()
-        if self._router is not None:
-            ended = self._router.close() and ended
-        self._inbox.close()
-        with self._changed:
-            self._changed.notify_all()
-        if ended:
-            if self._context is not None:
-                self._context.destroy()  # waits at most for the sockets' linger
-            self._wake.close()
+        with self._lifecycle:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._wake.set()
+            ended = True
+            if self._thread is not None:
+                self._thread.join(_CLOSE_NS / 1e9 + 2.0)
+                ended = not self._thread.is_alive()
+            if self._router is not None:
+                ended = self._router.close() and ended
+            self._inbox.close()
+            with self._changed:
+                self._changed.notify_all()
+            if ended:
+                if self._context is not None:
+                    self._context.destroy()  # waits at most for the sockets' linger
+                self._wake.close()
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -235,7 +231,6 @@ class _MemberThread:
         self._beats = beats
         self._own = hello.entry
         self._inbox = hub._inbox
-        self._host = host_identity()
         self._hello = wire.encode(hello, self._own.incarnation)
         self._unsent: bytes | None = None
         self._watch = PeerWatch()
@@ -245,6 +240,7 @@ class _MemberThread:
         self._left: set[int] = set()
         self._told_death = False
         self._told_mapped = False
+        self._heard_echo = False
         self._repeat_due = 0
         self._poller = zmq.Poller()
         self._poller.register(frames, zmq.POLLIN)
@@ -272,8 +268,6 @@ class _MemberThread:
                 wait_until = min(wait_until, now + _RETRY_NS)
             if hub._table is None:
                 wait_until = min(wait_until, self._repeat_due)
-            is_reading = not self._inbox.is_full
-            self._poller.modify(self._frames, zmq.POLLIN if is_reading else 0)
             ready = dict(self._poller.poll(max(0, -(-(wait_until - now) // 1_000_000))))
             if hub._wake.fd in ready:
                 hub._wake.clear()
@@ -298,8 +292,6 @@ class _MemberThread:
     # ---- receiving ---------------------------------------------------------------------------------------------
     def _read(self, source: zmq.Socket[bytes]) -> None:
         for _ in range(_FRAMES_PER_TURN):
-            if source is self._frames and self._inbox.is_full:
-                return
             try:
                 parts = source.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -331,6 +323,10 @@ class _MemberThread:
             case Table() as message:
                 if table is None:
                     self._begin(message)
+            case wire.Probe():
+                self._put_on_wire(wire.encode(wire.Echo(rank=self._own.rank), self._own.incarnation))
+            case wire.Echo():
+                self._heard_echo = True
             case WorldStarts():
                 self._advance("_world_started", True)
             case Refused() as message:
@@ -342,7 +338,7 @@ class _MemberThread:
                 if message.rank != self._own.rank:
                     self._leave(message.rank)
             case message:
-                self._inbox.put(message)
+                self._put(message)
 
     def _begin(self, table: Table) -> None:
         """The table is complete: from now on every peer is watched."""
@@ -352,7 +348,7 @@ class _MemberThread:
         if self._own.rank != 0:
             self._liveness.heard(table.entries[0].incarnation, now_ns())
         for entry in table.entries:
-            if entry.host != self._host or entry.pid == self._own.pid:
+            if entry.host != self._own.host or entry.pid == self._own.pid:
                 continue
             try:
                 fd = self._watch.add(entry.incarnation, entry.pid)
@@ -373,7 +369,14 @@ class _MemberThread:
             self._left.add(rank)
             if rank == 0:
                 self._liveness.forget(next(each for each, known in self._ranks.items() if known == 0))
-            self._inbox.put(Bye(rank=rank))
+            self._put(Bye(rank=rank))
+
+    def _put(self, message: Message) -> None:
+        if self._inbox.put(message) or self._inbox.failure is not None:
+            return
+        how = f"its loop does not drain: {self._hub._limits.inbox_count} messages wait"
+        self._fail(HubError(how))
+        self._put_on_wire(wire.encode(Died(rank=self._own.rank, how=how), self._own.incarnation))
 
     # ---- death -------------------------------------------------------------------------------------------------
     def _ended(self, fd: int) -> None:
@@ -454,7 +457,16 @@ class _MemberThread:
             self._unsent = None
 
     def _finish(self) -> None:
-        deadline = now_ns() + _CLOSE_NS
-        self._send_waiting()
-        while self._has_unsent() and now_ns() < deadline and self._frames.poll(100, zmq.POLLOUT):
+        """Send what waits, and stay until the hub has read it; at most 1 s, and not for a hub that is no more."""
+        failure = self._inbox.failure
+        if self._hub._table is None or (isinstance(failure, PeerDied) and failure.rank == 0):
+            return
+        probe = wire.encode(wire.Probe(rank=self._own.rank), self._own.incarnation)
+        has_probed = False
+        # Rank 0 said Bye: it may have closed already, which only its silence can tell.
+        deadline = now_ns() + (_CLOSE_NS // 4 if 0 in self._left else _CLOSE_NS)
+        while not self._heard_echo and now_ns() < deadline:
             self._send_waiting()
+            has_probed = has_probed or (not self._has_unsent() and self._put_on_wire(probe))
+            self._frames.poll(20, zmq.POLLIN if has_probed else zmq.POLLIN | zmq.POLLOUT)
+            self._read(self._frames)

@@ -18,7 +18,6 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import HubError, WireError
 from whalez.hub import sockets, wire
-from whalez.hub.address import host_identity
 from whalez.hub.conductor import Conductor, Out
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits
 from whalez.hub.liveness import Liveness
@@ -31,7 +30,7 @@ _TICK_NS = 100_000_000
 _RETRY_NS = 5_000_000  # a full ROUTER pipe can not be polled for
 _FRAMES_PER_TURN = 64  # so that a flood does not starve the beats
 _CLOSE_NS = 1_000_000_000
-_QUIET_MS = 50
+_QUIET_MS = 20
 
 
 @dataclass(slots=True)
@@ -72,6 +71,7 @@ class RouterThread:
         self._orders: deque[Any] = deque()
         self._encoded: tuple[Message | None, bytes] = (None, b"")
         self._has_unsent = False
+        self._unanswered: set[str] = set()  # who has not answered the last probe
         self._is_closing = False
         self._is_watching = False
         self.bad_frames_total = 0
@@ -79,7 +79,6 @@ class RouterThread:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake.fd, zmq.POLLIN)
-        self._host = host_identity()
         conductor.received(
             self._own.incarnation, own_hello, now_ns(), 0
         )  # first of all, so that differences are told against rank 0
@@ -107,11 +106,13 @@ class RouterThread:
     # ---- the thread --------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
-            self._serve()
+            try:
+                self._serve()
+            except Exception as error:
+                # All ranks must hear it, so serve on: a conductor that has failed only listens.
+                self._perform(self._conductor.fail(HubError(f"{type(error).__name__}: {error}")))
+                self._serve()
             self._finish()
-        except Exception as error:
-            self._perform(self._conductor.fail(HubError(f"{type(error).__name__}: {error}")))
-            self._flush()
         finally:
             self._watch.close()
             self._router.close()  # its linger applies when the context is terminated
@@ -145,13 +146,21 @@ class RouterThread:
                 self._flush()
 
     def _finish(self) -> None:
-        """Hear out what is on its way (our own Bye, others'), pass it on, stop."""
+        """Pass on what is on its way, and stay until every rank has read it or is gone; at most 1 s."""
         deadline = now_ns() + _CLOSE_NS
-        while now_ns() < deadline:
-            if self._router.poll(_QUIET_MS):
+        while self._router.poll(_QUIET_MS) and now_ns() < deadline:
+            self._read()
+        if not self._conductor.is_complete:
+            return
+        probe = wire.encode(wire.Probe(rank=0), self._own.incarnation)
+        self._unanswered = {each for each in self._peers if each != self._own.incarnation}
+        for incarnation in self._unanswered:
+            self._peers[incarnation].queue.append(probe)
+            self._peers[incarnation].queued_bytes += len(probe)
+        self._flush()
+        while self._unanswered and now_ns() < deadline:
+            if self._router.poll(_RETRY_NS // 1_000_000):
                 self._read()
-            elif not self._has_unsent:
-                return
             self._flush()
 
     def _read(self) -> None:
@@ -180,7 +189,7 @@ class RouterThread:
                 self._heard(incarnation, now)
             return
         if peer is None:
-            if isinstance(message, wire.Beat):
+            if isinstance(message, wire.Beat | wire.Probe | wire.Echo):
                 return
             peer = self._peers[incarnation] = _Peer(connection)
         elif peer.frames_id != connection:
@@ -190,8 +199,15 @@ class RouterThread:
                 self._lost(incarnation, "its connection to the hub was cut")
                 return
         self._heard(incarnation, now)
-        if isinstance(message, wire.Beat):
-            return
+        match message:
+            case wire.Beat():
+                return
+            case wire.Probe():
+                self._perform([Out(incarnation, wire.Echo(rank=0))])
+                return
+            case wire.Echo():
+                self._unanswered.discard(incarnation)
+                return
         self._perform(self._conductor.received(incarnation, message, now, self._read_launch()))
         if self._conductor.rank_of(incarnation) is None:
             self._peers.pop(incarnation, None)  # a stranger, or refused: it has got its answer
@@ -210,7 +226,7 @@ class RouterThread:
                 self._liveness.heard(incarnation, now)
 
     def _watch_process(self, incarnation: str, hello: Hello) -> None:
-        if hello.entry.host != self._host or hello.entry.pid == self._own.pid:
+        if hello.entry.host != self._own.host or hello.entry.pid == self._own.pid:
             return
         try:
             fd = self._watch.add(incarnation, hello.entry.pid)
@@ -297,6 +313,7 @@ class RouterThread:
                 except zmq.ZMQError:
                     peer.queue.clear()
                     peer.queued_bytes = 0
+                    self._unanswered.discard(incarnation)
                     # Nobody is there to hear it. Whether that is a death its last words may tell, unread as yet.
                     self._suspects.setdefault(incarnation, now_ns() + BYE_GRACE_NS)
                     break

@@ -7,6 +7,7 @@ before it. Token ids 0 to 255 are bytes; the special ids follow.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from whalez.config import SETTINGS_FILE
 from whalez.errors import ConfigError
 from whalez.model.checkpoint import write_checkpoint
 from whalez.model.config import KimiLinearConfig
@@ -140,6 +142,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }
 
+# Fleet settings that go with a preset: the defaults are K3's, which these models are far too small for. The host
+# backend pads nothing, so its buckets may be fine; they only bound how far leveling may go.
+_FINE = tuple(range(512, 16896 + 1, 512))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tiny": {"segment_floor": 64, "buckets": (64, 128, 256, *_FINE)},
+    "mini": {"segment_floor": 512, "buckets": _FINE},
+    "kernel": {"segment_floor": 64, "buckets": (64, 128, 256, *_FINE)},
+    "demo": {"segment_floor": 512, "buckets": _FINE},
+}
+
 # Kept in f32 whatever the checkpoint's dtype, as engines load them.
 _ALWAYS_F32 = (".A_log", ".dt_bias", ".e_score_correction_bias")
 
@@ -179,6 +191,7 @@ def make_checkpoint(
             progress(done, total)
     config = PRESETS[preset] | {"dtype": "bfloat16" if dtype == "bf16" else "float32"}
     write_checkpoint(directory, config, tensors, max_shard_bytes=max_shard_bytes)
+    (Path(directory) / SETTINGS_FILE).write_text(json.dumps(SETTINGS[preset], indent=1) + "\n")
 
 
 def tensor_shapes(config: KimiLinearConfig) -> dict[str, Shape]:

@@ -1,0 +1,105 @@
+"""A real fleet behind one URL: answers, streams, refuses bad requests, and stays undisturbed by them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from whalez.fleet import Fleet
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` adjacent ports that are free now."""
+    for port in range(18300, 60000, 101):
+        try:
+            for offset in range(count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port + offset))
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path, start: Callable[..., Fleet]) -> tuple[Fleet, int]:
+    port = free_ports(3)
+    return start(tiny, 2, listen=f"127.0.0.1:{port}"), port
+
+
+def post(port: int, **body: object) -> httpx.Response:
+    return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"temperature": 0, **body}, timeout=30)
+
+
+def test_text_ids_and_stream_give_the_same_answer_at_every_endpoint(served: tuple[Fleet, int]) -> None:
+    fleet, port = served
+    text = "Call me Ishmael. " * 20
+    expected = fleet.generate(text, max_tokens=6, lane="local")
+    for at in (port, port + 1, port + 2):
+        whole = post(at, prompt=text, max_tokens=6).json()
+        assert whole["choices"][0]["text"] == expected.text
+        assert whole["usage"] == {"prompt_tokens": len(text), "completion_tokens": 6, "total_tokens": len(text) + 6}
+        assert post(at, prompt=list(text.encode()), max_tokens=6).json()["choices"][0]["text"] == expected.text
+        pieces = []
+        body = {"prompt": text, "max_tokens": 6, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"http://127.0.0.1:{at}/v1/completions", json=body, timeout=30) as stream:
+            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        pieces = [json.loads(line)["choices"][0]["text"] for line in lines[:-1]]
+        assert "".join(pieces) == expected.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [0, 512]}, "prompt"),  # out of vocabulary
+        ({"prompt": [0, -1]}, "prompt"),
+        ({"prompt": [1] * 4096}, "prompt"),  # no room for a token
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": ["a", 3]}, "prompt"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -3}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({}, "prompt"),
+    ],
+)
+def test_a_bad_request_is_a_400_that_names_the_field(
+    served: tuple[Fleet, int], body: dict[str, object], param: str
+) -> None:
+    fleet, port = served
+    before = fleet.pids()
+    answer = post(port, **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert fleet.pids() == before
+    assert len(fleet.generate("still here", max_tokens=2, stop_tokens=()).tokens) == 2
+
+
+def test_health_names_every_rank(served: tuple[Fleet, int]) -> None:
+    _, port = served
+    answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+    assert answer.status_code == 200
+    assert len(answer.json()["ranks"]) == 2
+
+
+def test_a_client_that_leaves_frees_its_slot(served: tuple[Fleet, int]) -> None:
+    fleet, port = served
+    body = {"prompt": "a", "max_tokens": 3000, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"http://127.0.0.1:{port + 1}/v1/completions", json=body, timeout=30) as stream:
+        next(stream.iter_lines())
+    deadline = time.monotonic() + 10
+    while any(status is None or status.running for status in fleet.status()):
+        assert time.monotonic() < deadline, "the request is still running"
+        time.sleep(0.05)

@@ -1,0 +1,133 @@
+"""Starts that must fail: by name, soon, with nothing left behind; and what an idle fleet costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from whalez.errors import CheckpointError, WhalezError
+from whalez.fleet import Fleet
+from whalez.model.checkpoint import read_tensors, write_checkpoint
+from whalez.warm import kernel_environment
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+
+def copy_of(model: Path, folder: Path, **config: object) -> Path:
+    keys = json.loads((model / "config.json").read_text()) | config
+    write_checkpoint(folder, keys, read_tensors(model))
+    return folder
+
+
+def truncated(model: Path, folder: Path) -> Path:
+    copy_of(model, folder)
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    return folder
+
+
+def unknown(model: Path, folder: Path) -> Path:
+    return copy_of(model, folder, architectures=["LlamaForCausalLM"])
+
+
+def contradicting(model: Path, folder: Path) -> Path:
+    return copy_of(model, folder, intermediate_size=300)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (truncated, ("model.safetensors", "model.")),
+        (unknown, ("config.json", "architectures", "LlamaForCausalLM")),
+        (contradicting, ("wrong shape", "model.layers.0.mlp")),
+    ],
+)
+def test_a_bad_checkpoint_is_named_and_nothing_is_left(
+    tiny: Path, tmp_path: Path, spoil: Callable[[Path, Path], Path], words: tuple[str, ...]
+) -> None:
+    model = spoil(tiny, tmp_path / "bad")
+    began = time.monotonic()
+    with pytest.raises((CheckpointError, WhalezError)) as caught:
+        Fleet(model, 2, run_dir=tmp_path / "run", segment_floor=64).start()
+    for word in words:
+        assert word in str(caught.value)
+    assert time.monotonic() - began < 15
+    assert not list(Path("/dev/shm").glob("whalez-*")) or not _ours(tmp_path)
+
+
+def _ours(run_dir: Path) -> list[str]:
+    """Command lines of processes that still name this test's folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(run_dir) in text:
+            found.append(text)
+    return found
+
+
+def test_a_port_in_use_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(WhalezError, match=f"127.0.0.1:{port}"):
+            Fleet(tiny, 2, listen=f"127.0.0.1:{port}", run_dir=tmp_path / "run").start()
+    assert not _ours(tmp_path / "run")
+
+
+def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Path) -> None:
+    """The newer one takes the number while the world is not complete; the older one is told why it must go."""
+    command = [sys.executable, "-m", "whalez.rank", "--rank", "1", "--world", "3", "--model", str(tiny)]
+    command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--segment-floor", "64", "--start-timeout", "60"]
+    env = {**os.environ, **kernel_environment(os.environ)}
+    zero = [*command[:4], "0", *command[5:], "--run", str(tmp_path / "zero")]
+    ranks = [subprocess.Popen(zero, env=env, stderr=subprocess.PIPE, text=True)]
+    try:
+        for name in ("first", "second"):
+            words = [*command, "--run", str(tmp_path / name)]
+            ranks.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
+        deadline = time.monotonic() + 30
+        while all(rank.poll() is None for rank in ranks[1:]):
+            assert time.monotonic() < deadline, "nobody was refused"
+            time.sleep(0.05)
+        refused = next(rank for rank in ranks[1:] if rank.poll() is not None)
+        assert refused.returncode == 1
+        assert "rank 1" in refused.communicate(timeout=10)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    for name in Path("/dev/shm").glob("whalez-fleet-*"):
+        name.unlink()  # the ones that were killed before the barrier
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_fleet_sleeps_and_wakes(four: Fleet) -> None:
+    """An idle rank takes less than 5 % of a core, still launches a few times a second, and serves at once."""
+    four.generate("wake up", max_tokens=2, stop_tokens=())
+    time.sleep(0.5)  # let the last launches of the request pass
+    pids = [pid for name, pid in four.pids().items() if name.startswith("rank")]
+    before = [cpu_seconds(pid) for pid in pids]
+    first = [status.launch for status in four.status() if status is not None]
+    time.sleep(3.0)
+    spent = [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)]
+    last = [status.launch for status in four.status() if status is not None]
+    assert max(spent) < 0.05 * 3.0, spent
+    ticks = [b - a for a, b in zip(first, last, strict=True)]
+    assert all(6 <= count <= 40 for count in ticks), ticks  # every 250 ms, plus a few
+    assert len(four.generate("and again", max_tokens=2, stop_tokens=()).tokens) == 2
