@@ -44,7 +44,7 @@ def main(names: tuple[str, ...], world: int, tokens: int, lengths: str, repeats:
         if "cap" in chosen:
             lanes.cap(checkpoint("mini"), tokens, repeats)
         if "memory" in chosen:
-            memory.growth(checkpoint("tiny"), 2)
+            memory.growth(checkpoint("tiny"), 4)
     except WhalezError as error:
         sys.exit(f"bench: {error}")
     console.print(f"{time.monotonic() - started:.0f} s")

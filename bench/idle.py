@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from statistics import median
 
 from bench.report import console, table
 from whalez.fleet import Fleet
@@ -19,7 +20,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def empty_launches(model: Path, world: int) -> None:
-    """CPU share of idle ranks, and the time of an empty launch while one rank decodes (so that all launch freely)."""
+    """CPU share of idle ranks, and the time of an empty launch while a whale is being gathered."""
     rows = table(f"idle, {model.name}, world {world}", "what", "measured", "bar")
     with Fleet(model, world, threads=1, max_ctx=4096, segment_floor=64, slots=4) as fleet:
         fleet.generate([1, 2, 3], max_tokens=8, stop_tokens=())
@@ -33,14 +34,15 @@ def empty_launches(model: Path, world: int) -> None:
         rows.add_row("CPU of an idle rank, worst", f"{max(spent) / WATCH_S * 100:.1f} % of a core", "< 5 %")
         rows.add_row("launches of an idle fleet per second", f"{(ticked[0] - launches[0]) / WATCH_S:.1f}", "")
 
-        began = time.perf_counter()
-        first = fleet.status()[0]
-        result = fleet.generate([1, 2, 3], max_tokens=400, stop_tokens=())
-        last = fleet.status()[0]
-        took = time.perf_counter() - began
-        assert first is not None
-        assert last is not None
-        per_launch = took / max(1, last.launch - first.launch)
-        rows.add_row("one launch: 1 decode row at one rank, none at the others", f"{per_launch * 1e6:.0f} us", "")
-        assert len(result.tokens) == 400
+        # Between its post and its superstep a whale's members launch freely and carry nothing.
+        posts = [fleet.generate([1] * 512, max_tokens=1, lane="whale", stop_tokens=()).report for _ in range(20)]
+        empty = [r.rendezvous_s / max(1, (r.entry_launch or 0) - r.submit_launch) for r in posts]
+        rows.add_row(
+            "an empty launch: the paired exchanges and nothing else, median", f"{median(empty) * 1e6:.0f} us", ""
+        )
+        rows.add_row(
+            "launches from post to superstep, median",
+            f"{median((r.entry_launch or 0) - r.submit_launch for r in posts)}",
+            "",
+        )
     console.print(rows)

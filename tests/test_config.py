@@ -29,6 +29,7 @@ GOOD = {"world": 4, "node_ranks": 4}
         ("world", 0),
         ("chunk_tokens", 0),
         ("segment_floor", 0),
+        ("segment_floor", 2),  # fewer rows than the convolution hands to the next segment
         ("max_ctx", 0),
         ("armed_rows", 0),
         ("node_ranks", 0),
@@ -70,7 +71,25 @@ def test_flags_win_over_the_checkpoint_which_wins_over_defaults(tmp_path: Path) 
     assert fleet_config(tmp_path, 2, {"segment_floor": 50}).whale_min == 100
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"segment_flor": 3}', '{"world": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        '{"segment_flor": 3}',
+        '{"world": 3}',
+        '{"buckets": 5}',
+        '{"buckets": ["a"]}',
+        '{"segment_floor": "64"}',
+        '{"slots": 1.5}',
+        '{"slots": true}',
+        '{"stall_s": null}',
+        '{"slots": "2"}',
+        '{"slots": 2.5}',
+        '{"stall_s": "1"}',
+        '{"max_ctx": null}',
+    ],
+)
 def test_a_bad_settings_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "whalez.json").write_text(text)
     with pytest.raises(ConfigError, match=r"whalez\.json"):

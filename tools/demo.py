@@ -7,9 +7,12 @@ whale lane, shows who did what and how long it took, and fails unless all three 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +28,7 @@ WORLD = 4
 MAX_TOKENS = 16
 TOKENS_MIN = 16_000
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def ensure_checkpoint() -> None:
@@ -58,7 +61,7 @@ def show_superstep(fleet: Fleet, result: Generated) -> None:
     lines = read_trace(fleet.run_dir, report.seq)
     table = Table(title=f"whale {report.seq} posted at rank {report.poster}: one superstep, seconds per rank")
     for name in ("rank", "tokens", "entered at launch", "kda", "mla", "moe", "dense", "exchange wait", "total"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name == "tokens")
     for rank, (start, length) in zip(report.gang, report.segments, strict=True):
         line = lines[rank]
         phases: dict[str, float] = line["phases"]  # type: ignore[assignment]
@@ -91,6 +94,9 @@ def main() -> int:
             report.lane, str(report.poster), f"{report.ttft_s:.2f}", f"{local.report.ttft_s / report.ttft_s:.2f} x"
         )
     console.print(lanes)
+    cores = len(os.sched_getaffinity(0))
+    if cores < WORLD:
+        console.print(f"{WORLD} ranks share {cores} cores here: the gang cannot be faster than its cores")
     console.print(f"generated: {first.text!r}")
     equal = first.tokens == second.tokens == local.tokens
     console.print(f"three answers {'equal' if equal else 'DIFFER'}; {time.monotonic() - started:.0f} s in all")
@@ -100,7 +106,13 @@ def main() -> int:
     return 0 if equal and len(text.encode()) >= TOKENS_MIN else 1
 
 
+def stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the demo as Ctrl-C does: through the fleet's `with` block."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
     try:
         sys.exit(main())
     except WhalezError as error:

@@ -186,6 +186,8 @@ def read_prompts(path: Path) -> list[list[int]]:
         told = json.loads(path.read_bytes())
     except ValueError as error:
         raise RequestError(f"{path}: not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"{path}: nested too deeply") from None
     prompts = [told] if isinstance(told, list) and not any(isinstance(item, list) for item in told) else told
     if not isinstance(prompts, list) or not all(
         isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in prompts

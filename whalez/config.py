@@ -28,6 +28,17 @@ def _require(ok: bool, field: str, expected: str, got: object) -> None:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}")
 
 
+def _require_type(field: str, name: str, value: object) -> None:
+    """JSON and Python callers can hand in anything; comparing a text with a number would only say TypeError."""
+    if name == "buckets":
+        ok = isinstance(value, list | tuple) and all(type(item) is int for item in value)
+        _require(ok, field, "a list of whole numbers", value)
+    elif name.endswith("_s"):
+        _require(type(value) in (int, float), field, "a number of seconds", value)
+    else:
+        _require(type(value) is int, field, "a whole number", value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
     """Equal on every rank of a fleet."""
@@ -52,6 +63,8 @@ class FleetConfig:
         _require(self.world >= 1, "world", "at least 1", self.world)
         for field in ("chunk_tokens", "segment_floor", "max_ctx", "armed_rows", "node_ranks", "slots", "page_tokens"):
             _require(getattr(self, field) >= 1, field, "at least 1", getattr(self, field))
+        # A member hands its last 3 rows to the next one's convolution.
+        _require(self.segment_floor >= 3, "segment_floor", "at least 3", self.segment_floor)
         _require(self.attention_window >= 1, "attention_window", "at least 1 token", self.attention_window)
         _require(
             len(self.buckets) > 0 and all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False)),
@@ -134,6 +147,8 @@ _SETTING_HELP: dict[str, str] = {
     "stuck_s": "Seconds without progress until the fleet stops.",
 }
 
+SETTING_NAMES = tuple(_SETTING_HELP)  #: what flags and `Fleet(...)` can set; whalez.json can also set page_tokens
+
 
 def _setting_type(name: str) -> click.ParamType[Any] | type:
     if name == "buckets":
@@ -182,13 +197,16 @@ def fleet_config(model_dir: Path, world: int, settings: Mapping[str, Any]) -> Fl
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: expected a JSON object of fleet settings: {error}") from None
         _require(isinstance(merged, dict), str(path), "a JSON object of fleet settings", merged)
+        known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
+        for name, value in merged.items():
+            _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
+            _require_type(f"{path}: {name}", name, value)
     flags = {name: value for name, value in settings.items() if value is not None and name in _SETTING_HELP}
     if "segment_floor" in flags and "whale_min" not in flags:
         merged.pop("whale_min", None)
+    for name, value in flags.items():
+        _require_type(name, name, value)
     merged.update(flags)
-    known = {f.name for f in dataclasses.fields(FleetConfig)} - {"world"}
-    for name in merged:
-        _require(name in known, f"{path}: {name}", f"one of {sorted(known)}", name)
     if "buckets" in merged:
         merged["buckets"] = tuple(merged["buckets"])
     merged.setdefault("node_ranks", world)  # a launcher that knows of several machines says so

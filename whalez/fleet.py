@@ -30,7 +30,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whalez.config import FleetConfig, fleet_config, setting_flags
+from whalez.config import SETTING_NAMES, fleet_config, setting_flags
 from whalez.errors import CheckpointError, ConfigError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.serve.completions import check_tokens, pack_tokens
@@ -288,6 +288,8 @@ class Fleet:
     def start(self) -> None:
         """Return when every rank serves. Raises WhalezError with the rank and its last words; nothing is left then."""
         assert self._thread is None, "started twice"
+        if self._is_stopping:
+            raise WhalezError("this fleet has been stopped and does not start again; make another")
         if self.listen is not None:
             # A taken port should not cost the time it takes to load a model.
             host, port = parse_listen(self.listen)
@@ -364,6 +366,12 @@ class Fleet:
             raise ConfigError(f"poster: expected 0 to {self.world - 1}, got {poster}")
         if lane not in ("auto", "whale", "local"):
             raise ConfigError(f"lane: expected auto, whale or local, got {lane!r}")
+        # Else the rank could not read the request, would not know whom to answer, and `result` would wait for ever.
+        max_tokens, seed = operator.index(max_tokens), operator.index(seed)
+        if not 0 <= temperature <= 2:
+            raise RequestError(f"temperature: expected 0 to 2, got {temperature}", param="temperature")
+        if not 0 < top_p <= 1:
+            raise RequestError(f"top_p: expected above 0 and at most 1, got {top_p}", param="top_p")
         if self.failure is not None:
             raise self.failure
         status = self._statuses[poster]
@@ -379,7 +387,7 @@ class Fleet:
             temperature=temperature,
             top_p=top_p,
             seed=seed,
-            stop_tokens=status.eos_tokens if stop_tokens is None else tuple(stop_tokens),
+            stop_tokens=status.eos_tokens if stop_tokens is None else tuple(map(operator.index, stop_tokens)),
             lane=lane,
         )
         self._loop.call_soon_threadsafe(self._begin, submit, pending)
@@ -409,6 +417,9 @@ class Fleet:
         assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
+            # In slices, as in `wait`: a signal that lands just before the lock is taken would else wait for the work.
+            while not concurrent.futures.wait([future], timeout=0.2).done:
+                pass
             return future.result()
         except BaseException:
             future.cancel()  # Ctrl-C here must not leave the work running there
@@ -550,6 +561,11 @@ class Fleet:
             await self._end_requests(Unavailable("the fleet is stopping"))
             await self._leave(LEAVE_S)
         await asyncio.gather(*(link.close() for link in self._links))
+        # An interrupted start may still be unwinding; the loop must not end under it.
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in rest:
+                task.cancel()
+            await asyncio.wait(rest, timeout=0.2)
 
     # ---- the loop's thread: requests --------------------------------------------------------------------------
     def _begin(self, submit: Submit, pending: Pending) -> None:
@@ -645,7 +661,7 @@ class Fleet:
 
 
 def _setting_names() -> list[str]:
-    return [field.name for field in dataclasses.fields(FleetConfig) if field.name != "world"]
+    return list(SETTING_NAMES)
 
 
 def _failure(failed: Failed, where: str) -> WhalezError:

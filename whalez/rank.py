@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before anything imports numba, which reads the nam
 
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -32,13 +31,14 @@ from whalez.config import (
 )
 from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
-from whalez.engine.loop import Loop, explain
+from whalez.engine.loop import Loop
 from whalez.engine.records import Capture, TraceFile, write_post_mortem
 from whalez.engine.sizing import plan_policy, slab_spec
-from whalez.errors import ConfigError, WhalezError
+from whalez.errors import ConfigError, Unavailable, WhalezError
 from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
+from whalez.hub.address import host_identity
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
 from whalez.model.cache import StateCache
@@ -50,11 +50,17 @@ from whalez.model.trace import Stopwatch
 from whalez.model.weights import expert_bounds
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.parallel.expert import PairedExperts
-from whalez.planning import check_plan
+from whalez.planning import PlanPolicy, check_plan, plan_whale
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
+from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import link_address
 from whalez.serve.process import front_command
+
+
+def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
+    """Rank 0's sequencing machine under this fleet's settings."""
+    return Sequencer(fleet.world, policy, plan=plan_whale, deadline_ns=int(fleet.gather_deadline_s * 1e9))
 
 
 class RankProcess:
@@ -66,6 +72,7 @@ class RankProcess:
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
+        self._slabs: HostSlabs | None = None
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -75,20 +82,29 @@ class RankProcess:
             loop = self._start()
             loop.run()
         except WhalezError as error:
-            self._fail(error, traceback.format_exc())
+            self._fail(str(error), error)
             print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
+            return 1
+        except Exception as error:  # our own mistake; the process ends here, and its clients hear why all the same
+            what = f"{type(error).__name__}: {error}"
+            self._fail(what, error)
+            traceback.print_exc()
+            print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
             return 1
         finally:
             for close in reversed(self._closers):
-                close()
+                try:
+                    close()
+                except Exception:  # what is left must be closed all the same
+                    traceback.print_exc()
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """First signal: leave within the grace. Second, or before the world runs: exit now."""
         self._signals += 1
         if self.loop is None or self._signals > 1:
-            for close in reversed(self._closers):
-                close()
+            if self._slabs is not None:
+                self._slabs.unlink()  # the one thing that would outlive the process
             os._exit(128 + number)
         self.loop.drain(self.rank.grace_s)
 
@@ -129,14 +145,17 @@ class RankProcess:
         layout = SlabLayout.from_spec(spec)
         slabs = HostSlabs(layout, fleet_id=rank.fleet_id, rank=rank.rank, incarnation=self.incarnation)
         self._closers.append(slabs.close)
+        self._slabs = slabs
         slabs.create()
-        all_here = rank.hub.startswith(("ipc://", "tcp://127."))  # whatever node_ranks says about placement
-        hub = ZmqHub(rank.rank, fleet.world, rank.hub, policy, node_ranks=None if all_here else fleet.node_ranks)
+        # An ipc address says that all ranks are here, whatever node_ranks says about placement.
+        node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
+        sequencer = make_sequencer(fleet, policy) if rank.rank == 0 else None
+        hub = ZmqHub(rank.rank, fleet.world, rank.hub, node_ranks=node_ranks, sequencer=sequencer)
         self._closers.append(hub.close)
         entry = SlabEntry(
             rank=rank.rank,
             incarnation=self.incarnation,
-            host=socket.gethostname(),
+            host=host_identity(),
             pid=os.getpid(),
             ticket=slabs.ticket,
         )
@@ -214,7 +233,7 @@ class RankProcess:
 
     def _submit(self, client: bytes, request: Any) -> None:
         if self.loop is None:
-            raise WhalezError("the rank is starting")
+            raise Unavailable("the rank is starting")
         self.loop.submit(client, request)
 
     def _start_front(self) -> None:
@@ -239,9 +258,9 @@ class RankProcess:
                 front.kill()
                 front.wait()
 
-        self._closers.append(stop)
+        self._closers.insert(0, stop)  # closed last: it passes on what the link flushes
 
-    def _fail(self, error: WhalezError, trace: str) -> None:
+    def _fail(self, reason: str, error: Exception) -> None:
         """End the requests with an error that says why, and leave a post-mortem."""
         record: dict[str, Any] = {
             "rank": self.rank.rank,
@@ -249,11 +268,11 @@ class RankProcess:
             "pid": os.getpid(),
             "error": type(error).__name__,
             "message": str(error),
-            "traceback": trace,
+            "traceback": "".join(traceback.format_exception(error)),
         }
         loop = self.loop
         if loop is not None:
-            self._health.failure = str(error)
+            self._health.failure = reason
             bells = loop.bells
             record |= {
                 "launch": loop.launch,
@@ -271,7 +290,7 @@ class RankProcess:
                 "running": loop.scheduler.running_count,
                 "waiting": loop.scheduler.waiting_count,
             }
-            loop.fail_all(explain(error))
+            loop.fail_all(f"the fleet stopped: {reason}")
         write_post_mortem(self.rank.run_dir, self.rank.rank, record)
 
 

@@ -9,10 +9,8 @@ Memory is private: no shared memory, no hub, no checkpoint.
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from whalez.config import FleetConfig
 from whalez.engine.launch import LaunchRunner
@@ -21,6 +19,7 @@ from whalez.errors import WhalezError
 from whalez.fabric import doorbell
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH, SlabLayout
+from whalez.fabric.private import PrivateSlab
 from whalez.model.cache import StateCache
 from whalez.model.config import KimiLinearConfig
 from whalez.model.exchange import Batch, Hooks, PrefillSpan, SpanExchange
@@ -37,21 +36,6 @@ SEGMENT = 70  # more than one KDA chunk, and a ragged one
 PLAN = GangPlan(gang=(0, 1, 2), bounds=(0, SEGMENT, 2 * SEGMENT, 3 * SEGMENT))
 WINDOW = 64  # less than a segment, so that partial results are merged
 COMPILE_S = 600.0  # a rank may wait this long while another one compiles
-
-
-class PrivateSlab:
-    """Memory of this process in the shape of rank `rank`'s slab."""
-
-    def __init__(self, rank: int, nbytes: int) -> None:
-        memory = np.zeros(nbytes + 4096, np.uint8)
-        skip = -int(memory.ctypes.data) % 4096
-        self.rank = rank
-        self.nbytes = nbytes
-        self._bytes = memory[skip : skip + nbytes]
-        self.address = int(self._bytes.ctypes.data)
-
-    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return np.ndarray(shape, dtype, self._bytes.data, offset)
 
 
 class _Rank:

@@ -14,6 +14,7 @@ from whalez.engine.sizing import plan_policy, slab_spec
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
+from whalez.fabric.provider import Slab
 from whalez.model.cache import StateCache
 from whalez.model.checkpoint import load_weights
 from whalez.model.config import KimiLinearConfig
@@ -28,8 +29,18 @@ from whalez.parallel.expert import PairedExperts
 class Solo:
     """One request at a time in slot 0."""
 
-    def __init__(self, config: KimiLinearConfig, fleet: FleetConfig, runner: LaunchRunner, cache: StateCache) -> None:
+    def __init__(
+        self,
+        config: KimiLinearConfig,
+        fleet: FleetConfig,
+        runner: LaunchRunner,
+        cache: StateCache,
+        layout: SlabLayout,
+        slab: Slab,
+        bells: Bells,
+    ) -> None:
         self.config, self.fleet, self.runner, self.cache = config, fleet, runner, cache
+        self.layout, self.slab, self.bells = layout, slab, bells
         self.launch = 0
         self.choices: list[np.ndarray] = []  # per MoE layer [T, k], of the last prefill
 
@@ -96,5 +107,6 @@ def solo(model_dir: Path, **settings: object) -> Iterator[Solo]:
             attention_window=fleet.attention_window,
         )
         hooks = Hooks(watch, lambda layer: None)
-        yield Solo(config, fleet, LaunchRunner(config, forward, experts, hooks, capture=True), cache)
+        runner = LaunchRunner(config, forward, experts, hooks, capture=True)
+        yield Solo(config, fleet, runner, cache, layout, slab, bells)
         bells.close()

@@ -76,6 +76,8 @@ class Rank:
             return
         if request.max_tokens < 0:
             raise ValueError("no such request")
+        if request.request_id == "early":
+            raise Unavailable("the rank is starting")
         if request.max_tokens == 0:
             return
         for index in range(request.max_tokens):
@@ -174,6 +176,8 @@ def test_what_on_request_raises_is_answered(ipc, closing):
     client = closing(LinkClient(ipc))
     (failed,) = client.submit(submit("r", -1))
     assert (failed.kind, failed.reason) == ("internal", "ValueError: no such request")
+    (failed,) = client.submit(submit("early", 1))
+    assert (failed.kind, failed.reason) == ("unavailable", "the rank is starting")
     assert isinstance(list(client.submit(submit("s", 1)))[-1], Done)
 
 

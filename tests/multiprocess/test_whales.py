@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.traces import trace_lines
+from whalez.errors import Unavailable
 from whalez.fleet import Fleet, Generated
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -112,3 +115,19 @@ def test_a_world_larger_than_the_experts_is_refused(tiny: Path, start: Callable[
 
     with pytest.raises(WhalezError, match="world: expected at most 8"):
         start(tiny, 9)
+
+
+def test_a_cancelled_whale_frees_its_slot_and_disturbs_nobody(four: Fleet) -> None:
+    prompt = prompt_of(700, 70)
+    expected = four.generate(prompt, max_tokens=4, poster=0, lane="local", stop_tokens=()).tokens
+    queued = [four.submit(prompt, max_tokens=200, poster=1, lane="whale", stop_tokens=()) for _ in range(4)]
+    for pending in queued:
+        pending.cancel()
+    for pending in queued:
+        with contextlib.suppress(Unavailable):  # the first may have been over before its cancel arrived
+            pending.result(60)
+    assert whale(four, prompt, 1, max_tokens=4).tokens == expected
+    deadline = time.monotonic() + 10
+    while any(status is None or status.running or status.cache_used for status in four.status()):
+        assert time.monotonic() < deadline, four.status()
+        time.sleep(0.02)

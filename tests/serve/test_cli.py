@@ -206,6 +206,7 @@ def whalez(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[i
         ("[]", "prompt 0 is empty"),
         ("[[1], []]", "prompt 1 is empty"),
         ("null", "expected a list"),
+        pytest.param("[" * 100_000, "nested too deeply", id="deep"),
     ],
 )
 def test_a_bad_prompt_file_is_named(whalez: Callable[..., Any], model: Path, content: str, said: str) -> None:

@@ -117,6 +117,12 @@ def test_generate_submit_status(start: Callable[..., Fleet]) -> None:
             fleet.submit(bad)
     with pytest.raises(RequestError, match="max_tokens"):
         fleet.submit([1], max_tokens=0)
+    for name, value in (("temperature", -1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5)):
+        with pytest.raises(RequestError, match=name):
+            fleet.submit([1], **{name: value})
+    for name, value in (("max_tokens", 1.5), ("max_tokens", "3"), ("seed", 0.5), ("stop_tokens", ["a"])):
+        with pytest.raises(TypeError):  # sent off, it would be dropped as unreadable and never answered
+            fleet.submit([1], **{name: value})
     with pytest.raises(ConfigError, match="poster"):
         fleet.submit([1], poster=2)
     endless = fleet.submit([1], max_tokens=90_000)
@@ -132,6 +138,8 @@ def test_generate_submit_status(start: Callable[..., Fleet]) -> None:
         waiting.result(0)
     with pytest.raises(Unavailable):
         fleet.submit([1])
+    with pytest.raises(WhalezError, match="make another"):
+        fleet.start()
 
 
 def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
@@ -236,6 +244,10 @@ def test_settings_are_refused_before_anything_starts(model: Path, tmp_path: Path
         Fleet(model, segment_flor=3)
     with pytest.raises(ConfigError, match="whale_min"):
         Fleet(model, segment_floor=100, whale_min=50)
+    with pytest.raises(ConfigError, match="page_tokens"):  # no flag hands it to a rank
+        Fleet(model, page_tokens=7)
+    with pytest.raises(ConfigError, match="max_ctx: expected a whole number"):
+        Fleet(model, max_ctx="7")
     with pytest.raises(ConfigError, match="listen"):
         Fleet(model, listen="127.0.0.1:65535")
 
@@ -294,6 +306,16 @@ def test_ctrl_c_in_a_script_ends_everything(launcher: Callable[..., Any]) -> Non
     assert "KeyboardInterrupt" in err
     assert not any(group_lives(pid) for pid in pids)
     assert not run_dir.exists()
+
+
+def test_a_script_that_never_stops_its_fleet_ends_quietly(model: Path) -> None:
+    code = SCRIPT.replace("with fleet:", "fleet.start()\nif True:").replace("    fleet.wait()\n", "")
+    code = code.format(here=str(Path(__file__).parent), model=str(model))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    *pids, run_dir = ended.stdout.split()
+    assert ended.stderr == ""
+    assert not any(group_lives(int(pid)) for pid in pids)
+    assert not Path(run_dir).exists()
 
 
 def test_fleet_is_exported_lazily() -> None:

@@ -67,7 +67,11 @@ class LaunchRunner:
             self.watch.layer = layer
             if isinstance(w.mlp, MoeWeights):
                 self.experts.moe(layer, 0, w.mlp, self._nothing, lambda: None)
-                self.hooks.progress(layer)
+            self.hooks.progress(layer)
+
+    def waited_s(self) -> float:
+        """Seconds the last launch spent waiting for other ranks."""
+        return float(self.watch.ns[:, [Part.PAIR_WAIT, Part.GANG_WAIT]].sum() / 1e9)
 
     def phases(self) -> dict[str, float]:
         """Seconds of the last launch: kda, mla, dense, moe (router, shared, routed), exchange_wait, other."""

@@ -22,7 +22,7 @@ class Live:
     submitted_ns: int
     submit_launch: int  #: launch that was composed next when the request came in
     generated: list[int] = field(default_factory=list)
-    cancelled: bool = False  #: the client is gone; what cannot be stopped any more is computed and dropped
+    dropped: tuple[str, str] | None = None  #: kind and reason; what cannot be stopped any more is computed for nobody
     first_token_launch: int = 0
     posted_ns: int = 0
     first_launch_ns: int = 0

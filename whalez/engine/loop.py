@@ -7,6 +7,7 @@ its inbox, or a heartbeat tick wakes it, and it then launches like everybody els
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections import deque
@@ -20,9 +21,9 @@ from whalez.config import FleetConfig
 from whalez.engine.launch import LaunchResult, LaunchRunner
 from whalez.engine.live import Live
 from whalez.engine.records import Capture, TraceFile
-from whalez.engine.sampler import sample
-from whalez.engine.scheduler import Chunk, LaunchPlan, Scheduler
-from whalez.errors import LocalProtocolError, RequestError, Unavailable, WhalezError
+from whalez.engine.sampler import check_sampling, sample
+from whalez.engine.scheduler import Chunk, LaunchPlan, Phase, Scheduler
+from whalez.errors import LocalProtocolError, RequestError, Unavailable
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH
 from whalez.hub.interface import Hub
@@ -114,6 +115,7 @@ class Loop:
         self._drain_wanted: deque[float] = deque()  # grace seconds; filled by signal handlers
         self._drain_deadline_ns: int | None = None
         self._drained = False
+        self._over: tuple[str, str] | None = None  #: kind and reason of every answer once no launch will follow
         self._longest_s = 0.0
         self._whale: Gather | None = None  # of the superstep being entered or under way
 
@@ -121,6 +123,8 @@ class Loop:
     def submit(self, client: bytes, request: Submit | CancelRequest) -> None:
         """Put a client's request into the inbox and ring."""
         self._submitted.append((client, request, now_ns(), self.launch))
+        if self._over is not None:  # looked at after the append: whoever ended the loop before has emptied the inbox
+            self._refuse_submitted(*self._over)
         self.bells.wake()
 
     def drain(self, grace_s: float) -> None:
@@ -157,6 +161,7 @@ class Loop:
         while self.turn():
             pass
         self.state = "stopping"
+        self._end_all("unavailable", "the fleet is stopping")
         bye = Bye(rank=self.rank)
         self.hub.send(bye)
         self._receive(bye)  # the hub brings the others' only
@@ -234,6 +239,8 @@ class Loop:
 
     def _reserve(self, effect: Reserve) -> Reserved | CannotReserve:
         _, length = effect.plan.segment(self.rank)
+        if effect.plan.supersteps != 1:
+            return CannotReserve(effect.seq, f"{effect.plan.supersteps} supersteps, this engine runs whales of one")
         if not effect.is_owner and self.state != "serving":
             return CannotReserve(effect.seq, f"rank {self.rank} is {self.state}")
         if length > self.rows_max:
@@ -246,6 +253,7 @@ class Loop:
             if self.state != "serving":
                 raise Unavailable(f"rank {self.rank} is {self.state}")
             prompt = self._checked_prompt(submit)
+            check_sampling(submit.temperature, submit.top_p, submit.seed)
             whale, why = self._choose_lane(submit.lane, len(prompt))
             if submit.request_id in self._live:
                 raise RequestError(f"request_id: {submit.request_id!r} is being served", "request_id")
@@ -283,6 +291,8 @@ class Loop:
         return prompt
 
     def _choose_lane(self, lane: str, length: int) -> tuple[bool, str]:
+        if lane not in ("auto", "whale", "local"):
+            raise RequestError(f"lane: expected auto, whale or local, got {lane[:40]!r}", "lane")
         if lane == "local":
             return False, "asked for"
         plan = plan_whale(length, self.rank, self.policy)
@@ -298,20 +308,25 @@ class Loop:
 
     def _cancel(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        if live is None:
+        if live is not None:
+            self._drop(live, "cancelled", "cancelled by the client")
+
+    def _drop(self, live: Live, kind: str, reason: str) -> None:
+        """End a request early: now, or as soon as its post ends or its superstep is over."""
+        if live.dropped is not None:
             return
-        live.cancelled = True
-        if request_id in self.scheduler and self.scheduler.entry(request_id).phase.name == "POSTED":
-            self._perform(WithdrawWanted(request_id))  # ends as PostEnded, or in a superstep whose result is dropped
+        live.dropped = kind, reason
+        if self.scheduler.entry(live.request_id).phase is Phase.POSTED:
+            self._perform(WithdrawWanted(live.request_id))  # ends as PostEnded, or in a superstep of no use
         else:
-            self._fail(live, "cancelled", "cancelled by the client")
+            self._fail(live, kind, reason)
 
     def _post_ended(self, request_id: str, reason: str) -> None:
         live = self._live[request_id]
         self.scheduler.post_ended(request_id)
         live.why = f"no gang: {reason}"
-        if live.cancelled:
-            self._fail(live, "cancelled", "cancelled by the client")
+        if live.dropped is not None:
+            self._fail(live, *live.dropped)
 
     def _refuse(self, client: bytes, submit: Submit, kind: str, reason: str, param: str | None = None) -> None:
         self.reply(client, Failed(request_id=submit.request_id, kind=kind, reason=reason, param=param))
@@ -328,13 +343,23 @@ class Loop:
     def fail_all(self, reason: str) -> None:
         """The fleet stops: end every request with an error that says why."""
         self.state = "failed"
-        while self._submitted:
-            client, request, *_ = self._submitted.popleft()
-            if isinstance(request, Submit):
-                self._refuse(client, request, "internal", reason)
-        for live in list(self._live.values()):
-            self.reply(live.client, Failed(request_id=live.request_id, kind="internal", reason=reason))
+        self._end_all("internal", reason)
+
+    def _end_all(self, kind: str, reason: str) -> None:
+        """No launch follows: answer what is here, and from now on whatever comes."""
+        self._over = kind, reason
+        self._refuse_submitted(kind, reason)
+        for live in self._live.values():
+            self.reply(live.client, Failed(request_id=live.request_id, kind=kind, reason=reason))
         self._live.clear()
+
+    def _refuse_submitted(self, kind: str, reason: str) -> None:
+        """From the loop and, once it is over, from the link's thread."""
+        with contextlib.suppress(IndexError):  # empty: the other thread may have taken the last one
+            while True:
+                client, request, *_ = self._submitted.popleft()
+                if isinstance(request, Submit):
+                    self._refuse(client, request, kind, reason)
 
     # ---- leaving ----------------------------------------------------------------------------------------------
     def _begin_drain(self, grace_s: float, *, alone: bool) -> None:
@@ -349,11 +374,7 @@ class Loop:
             return
         if now_ns() >= self._drain_deadline_ns:
             for live in list(self._live.values()):
-                if self.scheduler.entry(live.request_id).phase.name == "POSTED":
-                    if not live.cancelled:
-                        self._cancel(live.request_id)
-                else:
-                    self._fail(live, "unavailable", "the fleet is stopping")
+                self._drop(live, "unavailable", "the fleet is stopping")
         if not self._live:
             self._drained = True
             self._perform(DrainedHere())
@@ -370,7 +391,7 @@ class Loop:
         result = self.runner.run(self.launch, batch, wanted)
         took_ns = now_ns() - started_ns
         # A fleet whose launches are long is not stuck sooner than ten of them.
-        self._longest_s = max(self._longest_s, took_ns / 1e9)
+        self._longest_s = max(self._longest_s, took_ns / 1e9 - self.runner.waited_s())
         self.bells.stuck_s = max(self.fleet.stuck_s, 10 * self._longest_s)
         if batch.rows_count:
             self._publish(compose, plan, batch, result, started_ns, took_ns)
@@ -448,8 +469,8 @@ class Loop:
 
     def _emit(self, live: Live, logits: np.ndarray) -> None:
         """Sample the next token of a request and say so; end it if it is complete."""
-        if live.cancelled:
-            self._fail(live, "cancelled", "cancelled by the client")
+        if live.dropped is not None:
+            self._fail(live, *live.dropped)
             return
         submit = live.submit
         if self.capture is not None:
@@ -512,8 +533,3 @@ class Loop:
                 "layers_ns": self.runner.watch.ns.tolist(),
             }
         )
-
-
-def explain(error: WhalezError) -> str:
-    """One line for clients: what stopped the fleet."""
-    return f"the fleet stopped: {error}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from whalez.config import fleet_config
 from whalez.engine.sizing import plan_policy
+from whalez.errors import ConfigError
 from whalez.model.config import KimiLinearConfig
 from whalez.planning import PlanRefused, describe_plan, plan_whale, predict_lanes
 
@@ -15,7 +16,12 @@ from whalez.planning import PlanRefused, describe_plan, plan_whale, predict_lane
 def plan_lines(model_dir: Path, tokens: int, world: int, poster: int, settings: Mapping[str, Any]) -> Iterator[str]:
     """Lines to print. Raises ConfigError or CheckpointError."""
     fleet = fleet_config(model_dir, world, settings)
-    policy = plan_policy(KimiLinearConfig.from_dir(model_dir), fleet)
+    config = KimiLinearConfig.from_dir(model_dir)
+    if config.moe_layers and world > config.num_experts:
+        raise ConfigError(f"world: expected at most {config.num_experts} (the model's experts), got {world}")
+    if tokens >= fleet.max_ctx:
+        raise ConfigError(f"tokens: expected fewer than max_ctx = {fleet.max_ctx}, got {tokens}")
+    policy = plan_policy(config, fleet)
     plan = plan_whale(tokens, poster, policy)
     if isinstance(plan, PlanRefused):
         yield f"{tokens} tokens at rank {poster}: local lane ({plan.field}: {plan.reason})"

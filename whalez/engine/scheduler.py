@@ -65,7 +65,7 @@ class Scheduler:
     def __init__(self, *, slots: int, pages: int, page_tokens: int, chunk_tokens: int, armed_rows: int) -> None:
         self.page_tokens = page_tokens
         self.chunk_tokens = chunk_tokens
-        self.armed_rows = armed_rows
+        self.armed_rows = min(armed_rows, chunk_tokens)  # slabs have room for a chunk
         self.pages_total = pages
         self._free_slots = list(range(slots))  # heaps: the lowest number first, so that untouched memory stays so
         self._free_pages = list(range(pages))

@@ -48,6 +48,7 @@ from whalez.fabric.layout import (
     SlabLayout,
     SlabSpec,
 )
+from whalez.fabric.private import PrivateSlab
 from whalez.fabric.provider import Slab
 
 __all__ = [
@@ -545,21 +546,6 @@ class Bells:
             return int(_load(int(self._address[peer]) + offset))
 
 
-class _ScratchSlab:
-    """Private memory in the shape of a slab, to warm the kernels on."""
-
-    def __init__(self, nbytes: int) -> None:
-        memory = np.zeros(nbytes + 4096, np.uint8)
-        skip = -int(memory.ctypes.data) % 4096
-        self.rank = 0
-        self.nbytes = nbytes
-        self._bytes = memory[skip : skip + nbytes]
-        self.address = int(self._bytes.ctypes.data)
-
-    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return np.ndarray(shape, dtype, self._bytes.data, offset)
-
-
 def warm() -> None:
     """Compile every kernel of this file, or load it from numba's cache, before the first launch."""
     spec = SlabSpec(
@@ -575,7 +561,7 @@ def warm() -> None:
         latent_width=0,
     )
     layout = SlabLayout.from_spec(spec)
-    bells = Bells(layout, [_ScratchSlab(layout.nbytes)], 0, spin_ns=0, slice_s=1e-6)
+    bells = Bells(layout, [PrivateSlab(0, layout.nbytes)], 0, spin_ns=0, slice_s=1e-6)
     self_only = np.zeros(1, np.int64)
 
     def ring() -> None:

@@ -42,7 +42,6 @@ STATUS_PEER: Final = 0
 STATUS_KIND: Final = 1
 STATUS_VALUE: Final = 2
 STATUS_LAYER: Final = 3
-STATUS_SINCE_NS: Final = 4
 STATUS_WORDS: Final = 8
 
 #: What stands in the first bytes of a slab, written by its owner before it hands out the ticket; `magic` last.

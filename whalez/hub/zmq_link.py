@@ -58,7 +58,8 @@ class LinkServer:
 
         Args:
             on_request: called in the link's thread with (client, request); must not block. A client that vanished
-                yields a CancelRequest for each of its open requests. What it raises is answered as Failed("internal").
+                yields a CancelRequest for each of its open requests. Unavailable is answered as
+                such, whatever else it raises as Failed("internal").
             status_provider: called in the link's thread, also while the loop is stuck; must not block. Its
                 query_id is overwritten with the one asked for.
 
@@ -172,11 +173,15 @@ class LinkServer:
     def _call(self, client: bytes, request: Submit | CancelRequest) -> None:
         try:
             self._on_request(client, request)
+        except Unavailable as error:
+            self._refuse(client, request, "unavailable", str(error))
         except Exception as error:
             _log.exception("request %s was not taken", request.request_id)
-            failed = Failed(request_id=request.request_id, kind="internal", reason=f"{type(error).__name__}: {error}")
-            self._end(client, request.request_id)
-            self._enqueue(client, failed)
+            self._refuse(client, request, "internal", f"{type(error).__name__}: {error}")
+
+    def _refuse(self, client: bytes, request: Submit | CancelRequest, kind: str, reason: str) -> None:
+        self._end(client, request.request_id)
+        self._enqueue(client, Failed(request_id=request.request_id, kind=kind, reason=reason))
 
     def _take_replies(self) -> None:
         while True:
@@ -565,7 +570,10 @@ class AsyncLinkClient:
 
     async def close(self) -> None:
         """Open streams end with Failed("unavailable"). Idempotent."""
-        await asyncio.to_thread(self._thread.close)
+        try:
+            await asyncio.to_thread(self._thread.close)
+        except RuntimeError:  # the interpreter is ending and its executors take no more work
+            self._thread.close()
 
     async def __aenter__(self) -> AsyncLinkClient:
         return self

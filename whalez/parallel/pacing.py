@@ -7,6 +7,7 @@ if the model has none. `PairedChain` is the only place that counts them.
 from __future__ import annotations
 
 from whalez.errors import LocalProtocolError
+from whalez.fabric.doorbell import pairing_value
 
 
 class PairedChain:
@@ -29,7 +30,7 @@ class PairedChain:
         """The doorbell value of the next step."""
         if self._step >= self.steps_per_launch:
             raise LocalProtocolError(f"launch {self.launch} has only {self.steps_per_launch} paired steps")
-        value = self.launch * self.steps_per_launch + self._step + 1
+        value = pairing_value(self.launch, self.steps_per_launch, self._step)
         self._step += 1
         return value
 

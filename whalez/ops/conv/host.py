@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from whalez.ops.checks import axes_of, packed, rows_of, slots_of
 from whalez.ops.fastmath import f32_at, i64_at, silu_f32
-from whalez.ops.rows import axes_of, packed, rows_of, slots_of
 
 Array = np.ndarray[Any, Any]
 WIDTH = 4  # taps; the tail carries WIDTH - 1 rows

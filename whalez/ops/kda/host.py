@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from whalez.ops.checks import axes_of, packed, rows_of, slots_of
 from whalez.ops.kda import host_kernels as kernels
 from whalez.ops.kda.host_kernels import CHUNK
-from whalez.ops.rows import axes_of, packed, rows_of, slots_of
 
 Array = np.ndarray[Any, Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from whalez.ops.checks import axes_of, packed, rows_of
 from whalez.ops.fastmath import f32_at, sigmoid_f32
-from whalez.ops.rows import axes_of, packed, rows_of
 
 Array = np.ndarray[Any, Any]
 L2_EPS = 1e-6  # part of the model, not a setting; added to the sum of squares

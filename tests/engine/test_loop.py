@@ -1,0 +1,163 @@
+"""The loop of a world of one, in this process: what a client can ask of it, and what it hears at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.solo import Solo, solo
+from whalez.engine.loop import Loop
+from whalez.engine.sizing import plan_policy
+from whalez.hub.local import LocalHub
+from whalez.hub.requests import Done, Failed, Response, Submit
+from whalez.model.presets import make_checkpoint
+from whalez.parallel.context import GangViews, WindowMap
+from whalez.planning import check_plan
+from whalez.rendezvous.member import Member
+from whalez.rendezvous.messages import Hello, SlabEntry
+
+
+@dataclasses.dataclass
+class One:
+    """A rank that is its whole world, and what it has answered."""
+
+    loop: Loop
+    hub: LocalHub
+    answers: list[Response]
+
+    def ask(self, request_id: str, **changes: Any) -> None:
+        tokens = np.arange(8, dtype="<i4").tobytes()
+        self.loop.submit(b"me", Submit(**({"request_id": request_id, "tokens": tokens, "max_tokens": 2} | changes)))
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.loop.turn()
+
+    def ends(self) -> dict[str, Response]:
+        return {a.request_id: a for a in self.answers if isinstance(a, Done | Failed)}
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(folder, "kimi-linear", "tiny", 0, "f32")
+    return folder
+
+
+@pytest.fixture
+def start(tiny_dir: Path) -> Iterator[Callable[..., One]]:
+    open_worlds = []
+
+    def begin(**settings: object) -> One:
+        world = solo(tiny_dir, **settings)
+        made = world.__enter__()
+        open_worlds.append(world)
+        return _one(made)
+
+    yield begin
+    for world in open_worlds:
+        world.__exit__(None, None, None)
+
+
+def _one(made: Solo) -> One:
+    policy = plan_policy(made.config, made.fleet)
+    hub = LocalHub.world(1, policy=policy)[0]
+    entry = SlabEntry(rank=0, incarnation="me", host="here", pid=1, ticket=b"")
+    hub.start(Hello(entry=entry, world=1, fingerprint={}), 1.0)
+    hub.mapped(1.0)
+    answers: list[Response] = []
+    loop = Loop(
+        rank=0,
+        fleet=made.fleet,
+        policy=policy,
+        rows_max=made.layout.spec.rows_max - made.fleet.slots,
+        cores=None,
+        member=Member(0, 1, policy=policy, check=check_plan),
+        hub=hub,
+        bells=made.bells,
+        runner=made.runner,
+        cache=made.cache,
+        views=GangViews(made.layout, [made.slab]),
+        windows=WindowMap(made.config.kda_layers, made.config.mla_layers),
+        reply=lambda client, response: answers.append(response),
+    )
+    hub.set_waker(made.bells.wake)
+    return One(loop, hub, answers)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("seed", -1), ("temperature", -0.5), ("top_p", 0.0), ("top_p", 1.5), ("lane", "fast")]
+)
+def test_nonsense_about_sampling_or_lane_is_refused_and_others_go_on(
+    start: Callable[..., One], field: str, value: object
+) -> None:
+    one = start()
+    one.ask("good", temperature=1.0, seed=2**63 - 1)
+    one.ask("bad", **({"temperature": 1.0} | {field: value}))
+    one.turns(3)
+    ends = one.ends()
+    assert isinstance(ends["good"], Done)
+    assert isinstance(ends["bad"], Failed)
+    assert (ends["bad"].kind, ends["bad"].param) == ("invalid", field)
+
+
+def test_a_request_behind_the_last_launch_is_answered(start: Callable[..., One]) -> None:
+    one = start()
+    one.loop.drain(0.0)
+    turn = one.loop.turn
+
+    def last_turn() -> bool:
+        goes_on = turn()
+        if not goes_on:
+            one.ask("late")
+        return goes_on
+
+    one.loop.turn = last_turn  # type: ignore[method-assign]
+    one.loop.run()
+    end = one.ends()["late"]
+    assert isinstance(end, Failed)
+    assert end.kind == "unavailable"
+
+
+def test_what_runs_when_the_world_stops_and_what_comes_after_is_answered(start: Callable[..., One]) -> None:
+    one = start(max_ctx=256)
+    one.ask("runs", max_tokens=200)
+    one.turns(1)
+    one.hub.stop_world()
+    one.loop.run()
+    one.ask("after")
+    ends = one.ends()
+    assert [type(ends[name]) for name in ("runs", "after")] == [Failed, Failed]
+
+
+def test_armed_rows_above_a_chunk_do_not_overfill_a_launch(start: Callable[..., One]) -> None:
+    """While Stop is committed launches are armed ones; the slab was sized by the chunk."""
+    one = start(chunk_tokens=8, armed_rows=256, slots=2, max_ctx=64)
+    one.ask("long", tokens=np.arange(40, dtype="<i4").tobytes())
+    one.hub.stop_world()
+    while one.loop.turn():
+        pass
+    assert one.loop.scheduler.entry("long").prefilled > 0
+
+
+def test_a_post_that_the_grace_cuts_short_is_not_called_cancelled_by_its_client(
+    start: Callable[..., One], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    monkeypatch.setattr(one.loop, "_choose_lane", lambda lane, length: (True, "asked for"))
+    one.ask("posted")
+    with monkeypatch.context() as deaf:
+        deaf.setattr(one.hub, "drain", list)  # the sequencer's answer is on its way
+        one.turns(1)
+        one.loop.drain(0.0)
+        one.turns(1)
+        assert one.ends() == {}
+    one.loop.run()
+    end = one.ends()["posted"]
+    assert isinstance(end, Failed)
+    assert (end.kind, end.reason) == ("unavailable", "the fleet is stopping")

@@ -1,0 +1,43 @@
+"""What the composition root of a rank hands to its parts, and what it leaves when it fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from whalez.config import FleetConfig, RankConfig
+from whalez.engine.sizing import plan_policy
+from whalez.model.config import KimiLinearConfig
+from whalez.model.presets import PRESETS
+from whalez.rank import RankProcess, make_sequencer
+
+
+def test_the_gather_deadline_of_the_settings_reaches_the_sequencer() -> None:
+    fleet = FleetConfig(world=4, node_ranks=4, gather_deadline_s=7.5)
+    policy = plan_policy(KimiLinearConfig.from_json(PRESETS["tiny"]), fleet)
+    assert make_sequencer(fleet, policy).deadline_ns == 7_500_000_000
+
+
+def test_our_own_mistake_ends_the_requests_and_leaves_a_post_mortem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An error that is none of ours by name would otherwise end the process without a word to its clients."""
+    rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path / "run")
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    closed = []
+
+    def start() -> None:
+        process._closers.append(lambda: closed.append(True))
+        raise AssertionError("cannot be")
+
+    monkeypatch.setattr(process, "_start", start)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert process.run() == 1
+    assert closed == [True]
+    record = json.loads((tmp_path / "run" / "post-mortem-0.json").read_text())
+    assert (record["error"], record["message"]) == ("AssertionError", "cannot be")
+    last_words = capfd.readouterr().err.splitlines()[-1]
+    assert last_words == "whalez: rank 0: AssertionError: cannot be"
