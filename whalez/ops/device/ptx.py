@@ -160,6 +160,15 @@ def cvt_bf16_f32(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
+def ex2_approx_f32(typingctx: Any, value: Any) -> Any:
+    """2 to the power of `value` within 2 units in the last place; 0 for -inf and for all below 2^-126.
+
+    For weights that are rounded to bf16 next. One instruction, where exp2f takes five.
+    """
+    return _asm(_F32, (_F32,), "ex2.approx.ftz.f32 $0, $1;", "=f,f", memory=False)
+
+
+@intrinsic
 def f32_from_bf16(typingctx: Any, bits: Any) -> Any:
     """The f32 with the same value: bf16 is its upper half."""
 
