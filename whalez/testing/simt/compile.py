@@ -244,7 +244,7 @@ _jitted: dict[tuple[Any, ...], SimtKernel] = {}
 
 
 def jit(kernel: Any, signature: Sequence[Any] | None = None, **options: Any) -> SimtKernel:
-    """The kernel, ready to run here. What has a signature is compiled once per process.
+    """The kernel, ready to run here; compiled once per process for each list of argument types.
 
     Args:
         kernel:    a Kernel of ops/device (function and signature), a plain function, or a @cuda.jit dispatcher
@@ -256,9 +256,8 @@ def jit(kernel: Any, signature: Sequence[Any] | None = None, **options: Any) -> 
         return kernel
     signature = signature or getattr(kernel, "signature", None)
     function = getattr(kernel, "function", kernel)
-    if signature is None or not hasattr(function, "__code__"):
-        return SimtKernel(kernel, signature, **options)
-    key = (function, tuple(signature), tuple(sorted(options.items())))
+    declared = [getattr(kernel, x, None) for x in ("name", "block", "shared_bytes")] if function is not kernel else []
+    key = (function, signature and tuple(signature), *declared, *sorted(options.items()))
     if key not in _jitted:
         _jitted[key] = SimtKernel(kernel, signature, **options)
     return _jitted[key]
