@@ -124,3 +124,7 @@ class PlanDiffers(ProtocolError):
         self.field = field
         self.expected = expected
         self.got = got
+
+
+class CapabilityMissing(FabricError):
+    """The machine lacks what was asked for: says what, and what to do."""

@@ -62,6 +62,7 @@ __all__ = [
     "Why",
     "gang_value",
     "pairing_value",
+    "place_of",
     "warm",
 ]
 
@@ -111,6 +112,18 @@ def pairing_value(launch: int, steps_per_launch: int, step: int) -> int:
     assert launch >= 0, launch
     assert 0 <= step < steps_per_launch, (step, steps_per_launch)
     return launch * steps_per_launch + step + 1
+
+
+def place_of(kind: int, value: int, layer: int, steps_per_launch: int) -> str:
+    """What a doorbell value stands for, in words; `layer` below 0 is left out."""
+    if kind in (BELL_DATA, BELL_FREE):
+        place = f"seq {value // STRIDE - 1} window {value % STRIDE}"
+    elif kind == BELL_LAUNCH:
+        place = f"launch {value - 1}"
+    else:
+        launch, step = divmod(value - 1, steps_per_launch)
+        place = f"launch {launch} step {step}"
+    return place if layer < 0 else f"{place} layer {layer}"
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------
@@ -431,14 +444,7 @@ class Bells:
         return progress
 
     def _where(self, kind: int, value: int, layer: int) -> str:
-        if kind in (BELL_DATA, BELL_FREE):
-            place = f"seq {value // STRIDE - 1} window {value % STRIDE}"
-        elif kind == BELL_LAUNCH:
-            place = f"launch {value - 1}"
-        else:
-            launch, step = divmod(value - 1, self.steps_per_launch)
-            place = f"launch {launch} step {step}"
-        return place if layer < 0 else f"{place} layer {layer}"
+        return place_of(kind, value, layer, self.steps_per_launch)
 
     def _timeout(self, kind: int, peer: int, value: int, layer: int, waited_s: float) -> DoorbellTimeout:
         where = self._where(kind, value, layer)

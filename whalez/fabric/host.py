@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import mmap
 import os
 import re
@@ -21,16 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from whalez.errors import ConfigError, FabricError, ShapeError
-from whalez.fabric.layout import HEADER, LINE_BYTES, MAGIC, VERSION, SlabLayout
+from whalez.fabric.header import check_header, make_header, rejected
+from whalez.fabric.layout import HEADER, SlabLayout
 from whalez.rendezvous.messages import SlabEntry
 
 _FLEET = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _INCARNATION = re.compile(r"[A-Za-z0-9_.]{1,64}")  # no hyphen: it ends the fleet id in a name
 _TICKET = re.compile(rb"/(whalez-[A-Za-z0-9_.-]{1,200}) ([0-9]{1,19})")
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class HostSlab:
@@ -152,15 +148,10 @@ class HostSlabs:
             ) from error
 
     def _write_header(self, slab: HostSlab) -> None:
-        header = self.layout.view(slab, "header")
-        header["version"] = VERSION
-        header["world"] = self.layout.world
-        header["rank"] = self.rank
-        header["line_bytes"] = LINE_BYTES
-        header["nbytes"] = self.layout.nbytes
-        header["incarnation"] = np.void(_digest(self.incarnation))
-        header["spec"] = np.void(_digest(repr(self.layout.spec)))
-        header["magic"] = MAGIC
+        header = make_header(self.layout, self.rank, self.incarnation)
+        view = self.layout.view(slab, "header")
+        for field in reversed(HEADER.names or ()):  # `magic` last: it says that the rest is there
+            view[field] = header[field]
 
     @property
     def ticket(self) -> bytes:
@@ -174,12 +165,12 @@ class HostSlabs:
         rank = entry.rank
         assert rank != self.rank, "the own slab is mapped by create"
         if not 0 <= rank < self.layout.world or rank in self._slabs:
-            raise self._rejected(entry, "rank", f"a new one below {self.layout.world}", rank)
+            raise rejected(entry, "rank", f"a new one below {self.layout.world}", rank)
         match = _TICKET.fullmatch(entry.ticket)
         if match is None:
-            raise self._rejected(entry, "ticket", "'/whalez-<fleet>-<incarnation>-<rank> <bytes>'", entry.ticket[:300])
+            raise rejected(entry, "ticket", "'/whalez-<fleet>-<incarnation>-<rank> <bytes>'", entry.ticket[:300])
         if int(match[2]) != self.layout.nbytes:
-            raise self._rejected(entry, "size of the ticket", self.layout.nbytes, int(match[2]))
+            raise rejected(entry, "size of the ticket", self.layout.nbytes, int(match[2]))
         path = f"{self._directory}/{match[1].decode()}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -188,15 +179,15 @@ class HostSlabs:
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise self._rejected(entry, "owner", f"a file of user {os.geteuid()}", f"one of {found.st_uid}")
+                raise rejected(entry, "owner", f"a file of user {os.geteuid()}", f"one of {found.st_uid}")
             # A mapping beyond the end of the file would be SIGBUS at first touch.
             if found.st_size != self.layout.nbytes:
-                raise self._rejected(entry, "size of the file", self.layout.nbytes, found.st_size)
+                raise rejected(entry, "size of the file", self.layout.nbytes, found.st_size)
             slab = self._map(rank, fd)
         finally:
             os.close(fd)
         try:
-            self._check_header(entry, slab)
+            check_header(self.layout, entry, slab.view(0, (1,), HEADER))
         except FabricError:
             slab.close()
             raise
@@ -208,27 +199,6 @@ class HostSlabs:
         if [entry.rank for entry in entries] != list(range(self.layout.world)):
             raise FabricError(f"slab table: expected ranks 0..{self.layout.world - 1}, got {[e.rank for e in entries]}")
         return [self._slabs[self.rank] if entry.rank == self.rank else self.open(entry) for entry in entries]
-
-    def _check_header(self, entry: SlabEntry, slab: HostSlab) -> None:
-        header = slab.view(0, (1,), HEADER)[0]
-        for field, expected in (
-            ("magic", MAGIC),
-            ("version", VERSION),
-            ("world", self.layout.world),
-            ("rank", entry.rank),
-            ("line_bytes", LINE_BYTES),
-            ("nbytes", self.layout.nbytes),
-        ):
-            if int(header[field]) != expected:
-                raise self._rejected(entry, field, expected, int(header[field]))
-        if header["incarnation"].tobytes() != _digest(entry.incarnation):
-            raise self._rejected(entry, "incarnation", entry.incarnation, "another")
-        if header["spec"].tobytes() != _digest(repr(self.layout.spec)):
-            raise self._rejected(entry, "spec", self.layout.spec, "another of the same size")
-
-    @staticmethod
-    def _rejected(entry: SlabEntry, field: str, expected: object, got: object) -> FabricError:
-        return FabricError(f"ticket of rank {entry.rank} rejected: {field}: expected {expected}, got {got}")
 
     # ---- the end ----------------------------------------------------------------------------------------------
     def unlink(self) -> None:

@@ -1,0 +1,579 @@
+"""Slabs in device memory over the fake driver: the contract of SlabProvider, every failure of every call, the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+
+from helpers.cuda_world import PeerProcess, Rank, entry_of, fake_world, make_layout
+from whalez.errors import CapabilityMissing, FabricError, ShapeError
+from whalez.fabric.cuda import fds
+from whalez.fabric.cuda.driver import Device, Driver, DriverError
+from whalez.fabric.cuda.providers import PROVIDERS, CudaSlabs
+from whalez.fabric.cuda.ticket import TICKET_BYTES
+from whalez.fabric.header import make_header
+from whalez.fabric.host import HostSlabs
+from whalez.fabric.layout import HEADER
+from whalez.testing.fake_driver import (
+    GRANULARITY,
+    FakeDomain,
+    FakeDriver,
+    FakeGpu,
+    FakeMachine,
+    fake_processes,
+)
+
+CUDA = list(PROVIDERS)
+every_provider = pytest.mark.parametrize("name", CUDA)
+
+
+@pytest.fixture(params=["host", *CUDA])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Two providers of a world of two, none created."""
+    if request.param == "host":
+        layout = make_layout(2)
+        fleet = f"contract-{os.getpid()}"
+        slabs = [HostSlabs(layout, fleet_id=fleet, rank=r, incarnation=f"i{r}") for r in range(2)]
+        yield slabs
+        for one in slabs:
+            one.close()
+        assert not [name for name in os.listdir("/dev/shm") if fleet in name]
+    else:
+        with fake_world(request.param) as ranks:
+            yield [rank.slabs for rank in ranks]
+
+
+def read(slabs: Any, slab: Any, name: str) -> bytes:
+    region = slabs.layout.regions[name]
+    if isinstance(slabs, CudaSlabs):
+        return bytes(slab.read(region.offset, region.nbytes))
+    return bytes(slab.view(region.offset, (region.nbytes,), np.uint8).tobytes())
+
+
+def write(slabs: Any, slab: Any, name: str, data: bytes) -> None:
+    region = slabs.layout.regions[name]
+    assert len(data) == region.nbytes
+    if isinstance(slabs, CudaSlabs):
+        slab.write(region.offset, data)
+    else:
+        slab.view(region.offset, (region.nbytes,), np.uint8)[:] = np.frombuffer(data, np.uint8)
+
+
+# ---- the contract --------------------------------------------------------------------------------------------------
+def test_what_the_owner_writes_the_peer_reads_in_the_same_place(pair: list[Any]) -> None:
+    owner, peer = pair
+    own = [each.create() for each in pair]
+    entries = [entry_of(each) for each in pair]
+    here, there = owner.open_all(entries)[0], peer.open_all(entries)[0]
+    assert here is own[0]
+    assert here.address != there.address
+    assert [slab.rank for slab in (here, there)] == [0, 0]
+    for i, name in enumerate(owner.layout.regions):
+        if name == "header":
+            continue
+        assert not any(read(owner, here, name)), name
+        data = np.random.default_rng(i).bytes(owner.layout.regions[name].nbytes)
+        write(owner, here, name, data)
+        assert read(peer, there, name) == data, name
+    write(peer, there, "bells", b"\7" * owner.layout.regions["bells"].nbytes)  # and the other way, as a ring does
+    assert set(read(owner, here, "bells")) == {7}
+    assert read(owner, here, "halo") == np.random.default_rng(list(owner.layout.regions).index("halo")).bytes(36), (
+        "a ring touched its neighbour"
+    )
+
+
+def test_the_header_is_there_and_all_else_is_zero(pair: list[Any]) -> None:
+    owner, _ = pair
+    slab = owner.create()
+    assert slab.nbytes == owner.layout.nbytes
+    assert slab.address % 4096 == 0
+    header = np.frombuffer(read(owner, slab, "header"), HEADER)
+    assert header == make_header(owner.layout, 0, "i0")
+
+
+def test_mappings_outlive_unlink(pair: list[Any]) -> None:
+    owner, peer = pair
+    here = owner.create()
+    there = peer.open(entry_of(owner))
+    owner.unlink()
+    owner.unlink()
+    write(owner, here, "words", b"\5" * 32)
+    assert read(peer, there, "words") == b"\5" * 32
+
+
+def test_close_is_idempotent_and_an_unused_provider_closes(pair: list[Any]) -> None:
+    owner, peer = pair
+    owner.create()
+    peer.open(entry_of(owner))
+    for one in (peer, owner, peer):
+        one.close()
+
+
+@pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 0], [0, 1, 2]])
+def test_a_table_must_be_the_world(pair: list[Any], ranks: list[int]) -> None:
+    owner, _ = pair
+    owner.create()
+    with pytest.raises(FabricError, match="slab table"):
+        owner.open_all([entry_of(owner, rank=rank) for rank in ranks])
+
+
+@pytest.mark.parametrize("field", ["magic", "version", "world", "rank", "line_bytes", "nbytes", "incarnation", "spec"])
+def test_every_header_field_is_checked(pair: list[Any], field: str) -> None:
+    owner, peer = pair
+    slab = owner.create()
+    header = make_header(owner.layout, 0, "i0")
+    value = header[field].tobytes()
+    header[field] = np.frombuffer(bytes([value[0] ^ 1]) + value[1:], header.dtype[field])
+    write(owner, slab, "header", header.tobytes())
+    with pytest.raises(FabricError, match=f"ticket of rank 0 rejected: {field}"):
+        peer.open(entry_of(owner))
+    write(owner, slab, "header", make_header(owner.layout, 0, "i0").tobytes())
+    peer.open(entry_of(owner))  # what was refused left nothing behind
+
+
+@pytest.mark.parametrize("claim", [{"rank": 2}, {"ticket": b""}, {"ticket": b"x" * 10_000}, {"incarnation": "older"}])
+def test_a_claim_is_not_believed(pair: list[Any], claim: dict[str, Any]) -> None:
+    owner, peer = pair
+    owner.create()
+    with pytest.raises(FabricError, match="rejected"):
+        peer.open(entry_of(owner, **claim))
+
+
+# ---- tickets of device memory --------------------------------------------------------------------------------------
+@every_provider
+@pytest.mark.parametrize(
+    ("at", "data", "match"),
+    [
+        (0, b"X", "ticket: expected"),
+        (8, b"host\0", "provider: expected"),
+        (40, b"\1", "size of the ticket"),
+        (48, b"\xff" * 64, "posix_fd: rank 0 does not answer|-> 1 CUDA_ERROR_INVALID_VALUE"),
+    ],
+)
+def test_every_field_of_a_ticket_is_checked(name: str, at: int, data: bytes, match: str) -> None:
+    with fake_world(name) as (owner, peer):
+        owner.slabs.create()
+        good = owner.slabs.ticket
+        assert len(good) == TICKET_BYTES
+        with pytest.raises(FabricError, match=match):
+            peer.slabs.open(entry_of(owner.slabs, ticket=good[:at] + data + good[at + len(data) :]))
+        peer.slabs.open(entry_of(owner.slabs))
+
+
+@every_provider
+def test_a_ticket_of_another_provider_is_refused_by_name(name: str) -> None:
+    other = CUDA[CUDA.index(name) - 1]
+    with fake_world(name) as (owner, _):
+        owner.slabs.create()
+        with (
+            fake_world(other) as (_, peer),
+            pytest.raises(FabricError, match=f"provider: expected {other}, got {name}"),
+        ):
+            peer.slabs.open(entry_of(owner.slabs))
+
+
+def test_a_slab_has_no_host_view_and_stays_inside() -> None:
+    with fake_world("fabric") as (owner, _):
+        slab = owner.slabs.create()
+        with pytest.raises(FabricError, match="device memory"):
+            slab.view(0, (1,), np.uint8)
+        for offset, nbytes in ((-1, 2), (slab.nbytes - 1, 2), (0, -1)):
+            with pytest.raises(ShapeError):
+                slab.read(offset, nbytes)
+
+
+@every_provider
+def test_two_regions_of_a_slab_take_one_import_and_one_mapping(name: str) -> None:
+    """A handle per slab, so no region can miss its own and fall back to something slow."""
+    with fake_world(name) as (owner, peer):
+        owner.slabs.create()
+        begun = len(peer.fake.calls)
+        there = peer.slabs.open(entry_of(owner.slabs))
+        names = peer.fake.names(begun)
+        imports = ("cuMemImportFromShareableHandle", "cuIpcOpenMemHandle")
+        assert sum(names.count(each) for each in imports) == 1
+        regions = owner.slabs.layout.regions.values()
+        assert all(peer.fake.is_imported(there.address + each.offset, max(each.nbytes, 1)) for each in regions)
+
+
+# ---- every call fails once -----------------------------------------------------------------------------------------
+def live(name: str, fake: FakeDriver, owner: Rank) -> None:
+    """A rank's whole life over a driver that may fail anywhere. What it took is given back, whatever happened."""
+    device = Device(Driver(fake), 0)
+    slabs = PROVIDERS[name](owner.slabs.layout, device=device, rank=1, incarnation="i1", machine=fake.machine.identity)
+    try:
+        slabs.create()
+        slabs.open_all([entry_of(owner.slabs), entry_of(slabs)])
+        slabs.unlink()
+        slabs.close_peers()
+        slabs.close()
+        device.close()
+    except FabricError:
+        slabs.close()
+        device.close()
+        raise
+
+
+def count_calls(name: str) -> list[str]:
+    with fake_world(name) as (owner, peer):
+        owner.slabs.create()
+        fake = FakeDriver(peer.fake.machine)
+        with fake_processes(fake):
+            live(name, fake, owner)
+        return fake.names()
+
+
+@every_provider
+@pytest.mark.parametrize("code", [2, 400, 700, 999])
+def test_an_error_at_any_call_is_named_and_leaves_nothing(name: str, code: int) -> None:
+    names = count_calls(name)
+    assert len(names) > 20
+    with fake_world(name) as (owner, peer):
+        owner.slabs.create()
+        fds_before = len(os.listdir("/proc/self/fd"))
+        for at, call in enumerate(names):
+            fake = FakeDriver(peer.fake.machine)
+            fake.fail_at, fake.fail_code = at, code
+            with fake_processes(fake):
+                if code == 2 and call in {
+                    "cuMemCreate",
+                    "cuMemAlloc",
+                    "cuMemAddressReserve",
+                    "cuMemMap",
+                    "cuMemSetAccess",
+                }:
+                    with pytest.raises(DriverError) if at > len(names) // 2 else _nothing():
+                        live(name, fake, owner)  # the own slab is tried again after trimming, an import is not
+                else:
+                    with pytest.raises(DriverError) as caught:
+                        live(name, fake, owner)
+                    assert (caught.value.call, caught.value.code) == (call, code), at
+                    assert f"{call} -> {code} CUDA_ERROR_" in str(caught.value)
+                assert fake.leaks() == {}, (at, call, fake.leaks())
+            assert owner.fake.machine.gpus[0].used == owner.slabs.nbytes, (at, call)
+            assert len(os.listdir("/proc/self/fd")) == fds_before, (at, call)
+            assert not [each for each in threading.enumerate() if each.name == "whalez-fds"][
+                1 if name == "posix_fd" else 0 :
+            ]
+
+
+class _nothing:
+    """A context in which nothing is expected."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_no_free_of_the_own_slab_is_missed_because_a_peer_will_not_unmap() -> None:
+    with fake_world("fabric", 3) as ranks:
+        for rank in ranks:
+            rank.slabs.create()
+        table = [entry_of(rank.slabs) for rank in ranks]
+        first = ranks[0]
+        slabs = first.slabs.open_all(table)
+        broken = {slabs[1].address}
+        first.fake.refuse = lambda call, args: 999 * (call == "cuMemUnmap" and int(args[0]) in broken)
+        begun = len(first.fake.calls)
+        with pytest.raises(DriverError, match="unmapping peers at rank 0: cuMemUnmap -> 999"):
+            first.slabs.close()
+        unmapped = [int(call.arguments[0]) for call in first.fake.calls[begun:] if call.name == "cuMemUnmap"]
+        assert len(unmapped) == 3  # two peers, and then the own one
+        assert first.fake.leaks() == {"handles": 1, "address ranges": 1, "mappings": 1, "contexts": 1}
+        broken.clear()
+        first.slabs.close()
+        assert first.fake.leaks() == {"contexts": 1}
+
+
+@every_provider
+def test_peers_are_unmapped_before_the_own_memory_goes(name: str) -> None:
+    with fake_world(name, 3) as ranks:
+        own = [rank.slabs.create().address for rank in ranks]
+        table = [entry_of(rank.slabs) for rank in ranks]
+        first = ranks[0]
+        first.slabs.open_all(table)
+        begun = len(first.fake.calls)
+        first.slabs.close()
+        freed = [
+            int(call.arguments[0])
+            for call in first.fake.calls[begun:]
+            if call.name in ("cuMemUnmap", "cuIpcCloseMemHandle", "cuMemFree")
+        ]
+        assert freed.index(own[0]) == len(freed) - 1 == 2
+
+
+def test_a_fleet_closes_peers_first_and_then_frees() -> None:
+    with fake_world("cuda_ipc", 3) as ranks:
+        for rank in ranks:
+            rank.slabs.create()
+        table = [entry_of(rank.slabs) for rank in ranks]
+        for rank in ranks:
+            rank.slabs.open_all(table)
+        for rank in ranks:
+            rank.slabs.close_peers()
+        for rank in ranks:
+            rank.slabs.close()
+        assert ranks[0].fake.machine.violations == []
+
+
+def test_the_fake_tells_an_owner_that_frees_too_early() -> None:
+    with fake_world("cuda_ipc") as (owner, peer):
+        owner.slabs.create()
+        peer.slabs.open(entry_of(owner.slabs))
+        owner.slabs.close()
+        (violation,) = owner.fake.machine.violations
+        assert "while another process has it open" in violation
+        owner.fake.machine.violations.clear()
+
+
+# ---- contexts ------------------------------------------------------------------------------------------------------
+@every_provider
+def test_every_entry_works_in_a_thread_that_never_saw_the_context(name: str) -> None:
+    with fake_world(name) as (owner, peer):
+        slabs: list[Any] = []
+
+        def in_a_thread(work: Callable[[], Any]) -> None:
+            errors: list[BaseException] = []
+
+            def run() -> None:
+                try:
+                    slabs.append(work())
+                except BaseException as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join(10)
+            assert not errors, errors
+
+        in_a_thread(owner.slabs.create)
+        in_a_thread(lambda: peer.slabs.open(entry_of(owner.slabs)))
+        in_a_thread(lambda: slabs[1].write(0, b"x"))
+        in_a_thread(lambda: slabs[0].read(0, 1))
+        assert slabs[-1] == b"x"
+        in_a_thread(peer.slabs.close_peers)
+        in_a_thread(owner.slabs.close)
+
+
+# ---- memory is full ------------------------------------------------------------------------------------------------
+@every_provider
+def test_what_the_pool_hoards_is_given_back_and_the_slab_fits(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    gpu = FakeGpu(total=8 * GRANULARITY, pool_reserved=8 * GRANULARITY, pool_used=GRANULARITY)
+    machine = FakeMachine(gpus=[gpu])
+    with fake_world(name, machines=lambda _: machine) as (owner, _), caplog.at_level(logging.WARNING):
+        owner.slabs.create()
+        assert owner.fake.names().count("cuMemPoolTrimTo") == 1
+        assert gpu.pool_reserved == GRANULARITY
+    assert f"{8 * GRANULARITY} bytes reserved and {GRANULARITY} used" in caplog.text
+    assert f"{7 * GRANULARITY} free of {8 * GRANULARITY}" in caplog.text
+
+
+@every_provider
+def test_a_slab_larger_than_free_memory_fails_once_with_all_numbers(name: str) -> None:
+    machine = FakeMachine(gpus=[FakeGpu(total=GRANULARITY, used=1)])
+    with fake_world_of_full(name, machine) as owner:
+        begun = time.monotonic()
+        with pytest.raises(DriverError) as caught:
+            owner.slabs.create()
+        assert time.monotonic() - begun < 1
+        message = str(caught.value)
+        call = "cuMemAlloc" if name == "cuda_ipc" else "cuMemCreate"
+        assert f"{call} -> 2 CUDA_ERROR_OUT_OF_MEMORY: free device memory" in message
+        assert f"{name}: slab of rank 0: {GRANULARITY} bytes do not fit" in message
+        assert f"{GRANULARITY - 1} free of {GRANULARITY}" in message
+        assert owner.fake.names().count(call) == 2
+        assert owner.fake.leaks() == {"contexts": 1}
+
+
+class fake_world_of_full:
+    """One rank on a device that others have filled."""
+
+    def __init__(self, name: str, machine: FakeMachine) -> None:
+        self.fake = FakeDriver(machine)
+        self.rank = Rank(make_layout(1), name, 0, self.fake)
+
+    def __enter__(self) -> Rank:
+        return self.rank
+
+    def __exit__(self, *_: object) -> None:
+        self.rank.close()
+
+
+# ---- other machines, dead processes --------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["posix_fd", "cuda_ipc"])
+def test_a_peer_on_another_machine_is_refused_before_anything_is_tried(name: str) -> None:
+    """Once, at once, with memory as before: not after a socket's time-out, and not again for the next layer."""
+    with fake_world(name, machines=lambda _: FakeMachine()) as (owner, peer):
+        owner.slabs.create()
+        used, threads, begun = peer.fake.leaks(), threading.active_count(), time.monotonic()
+        count = len(peer.fake.calls)
+        with pytest.raises(CapabilityMissing, match=f"{name}: rank 0 is on another machine \\(far\\).*fabric"):
+            peer.slabs.open(entry_of(owner.slabs, host="far"))
+        assert time.monotonic() - begun < 1
+        assert set(peer.fake.names(count)) <= {"cuCtxSetCurrent", "cuMemGetAllocationGranularity"}
+        assert (peer.fake.leaks(), threading.active_count()) == (used, threads)
+
+
+def test_a_host_name_does_not_make_another_machine() -> None:
+    with fake_world("posix_fd") as (owner, peer):
+        owner.slabs.create()
+        peer.slabs.open(entry_of(owner.slabs, host="the-other-container"))
+
+
+def test_fabric_goes_across_machines() -> None:
+    domain = FakeDomain()
+    with fake_world("fabric", machines=lambda _: FakeMachine(domain=domain)) as (owner, peer):
+        here = owner.slabs.create()
+        there = peer.slabs.open(entry_of(owner.slabs, host="far"))
+        there.write(4096, b"hello")
+        assert here.read(4096, 5) == b"hello"
+
+
+@every_provider
+def test_the_handle_of_a_dead_process(name: str) -> None:
+    with fake_world(name) as (owner, peer):
+        owner.slabs.create()
+        entry = entry_of(owner.slabs)
+        owner.slabs.unlink()  # as its end does: no socket of a process outlives it
+        owner.fake.die()
+        begun, held = time.monotonic(), peer.fake.leaks()
+        with pytest.raises(FabricError) as caught:
+            peer.slabs.open(entry)
+        assert time.monotonic() - begun < 1
+        expected = "its process is gone" if name == "posix_fd" else "400 CUDA_ERROR_INVALID_HANDLE: the handle is of"
+        assert f"{name}: " in str(caught.value) and expected in str(caught.value)
+        assert peer.fake.leaks() == held
+        owner.slabs._teardowns.clear()  # they went with the process
+        owner.device._teardown = type(owner.device._teardown)()
+
+
+def test_no_imex_here_says_so_at_cumemcreate() -> None:
+    """The attribute says yes, cuMemCreate says 800: only doing it tells."""
+    machine = FakeMachine(imex=False)
+    with fake_world("fabric", machines=lambda _: machine) as (owner, _):
+        with pytest.raises(DriverError, match="cuMemCreate -> 800 CUDA_ERROR_NOT_PERMITTED: this process has no IMEX"):
+            owner.slabs.create()
+        assert owner.fake.leaks() == {"contexts": 1}
+
+
+def test_no_imex_on_the_other_machine_is_told_to_the_importer() -> None:
+    domain = FakeDomain()
+    machines = [FakeMachine(domain=domain), FakeMachine(domain=domain)]
+    with fake_world("fabric", machines=machines.__getitem__) as (owner, peer):
+        owner.slabs.create()
+        machines[0].imex = False
+        with pytest.raises(DriverError, match=r"-> 801 .* on some machine of the domain, not necessarily on this one"):
+            peer.slabs.open(entry_of(owner.slabs))
+        assert peer.fake.leaks() == {"contexts": 1}
+
+
+# ---- descriptors ---------------------------------------------------------------------------------------------------
+def ask(handle: bytes, token: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(5)
+        peer.connect(fds._address(handle[:16]))
+        peer.sendall(token)
+        data, got, _, _ = socket.recv_fds(peer, 10, 4)
+        for fd in got:
+            os.close(fd)
+        return data
+
+
+def test_a_descriptor_goes_to_who_knows_the_token_only() -> None:
+    fd = os.memfd_create("x")
+    server = fds.FdServer(fd)
+    try:
+        assert ask(server.handle, server.handle[16:]) == b"+"
+        assert ask(server.handle, bytes(16)) == b""
+        with pytest.raises(FabricError, match="refused to hand over"):
+            fds.fetch(server.handle[:16] + bytes(16), 7)
+        assert server.refused_count == 2
+        got = fds.fetch(server.handle, 7)
+        assert os.fstat(got).st_ino == os.fstat(fd).st_ino
+        assert not os.get_inheritable(got)
+        os.close(got)
+    finally:
+        server.close()
+        os.close(fd)
+
+
+def test_a_descriptor_goes_to_the_same_user_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = os.memfd_create("x")
+    server = fds.FdServer(fd)
+    try:
+        monkeypatch.setattr(fds.os, "geteuid", lambda: 12345)
+        with pytest.raises(FabricError, match="another user's"):
+            fds.fetch(server.handle, 7)
+    finally:
+        server.close()
+        os.close(fd)
+
+
+def test_a_silent_client_holds_nobody_up_for_long() -> None:
+    fd = os.memfd_create("x")
+    server = fds.FdServer(fd)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+            silent.connect(fds._address(server.handle[:16]))
+            os.close(fds.fetch(server.handle, 7))
+    finally:
+        server.close()
+        os.close(fd)
+
+
+@every_provider
+def test_the_slab_of_another_process(name: str) -> None:
+    """Two sibling processes without any right over each other; the descriptor goes through the socket."""
+    fake = FakeDriver()
+    with fake_processes(fake):
+        rank = Rank(make_layout(2), name, 0, fake)
+        peer = PeerProcess(name, is_fake=True, machine=fake.machine.identity)
+        try:
+            ticket = peer("create")
+            there = rank.slabs.open(entry_of(rank.slabs, rank=1, incarnation="i1", ticket=ticket))
+            there.write(8192, b"from rank 0")
+            assert peer("read", 1, 8192, 11) == b"from rank 0"
+            rank.slabs.create()
+            peer("open", {"rank": 0, "incarnation": "i0", "host": "here", "pid": 0, "ticket": rank.slabs.ticket})
+            peer("write", 0, 8192, b"from rank 1")
+            assert rank.slabs._slabs[0].read(8192, 11) == b"from rank 1"
+            rank.slabs.close_peers()
+            peer("close_peers")
+            peer.close()
+        finally:
+            peer.kill()
+            rank.close()
+        assert fake.leaks() == {}
+
+
+@every_provider
+def test_a_killed_process_leaves_its_peers_mapping_and_a_named_error_for_the_next(name: str) -> None:
+    fake = FakeDriver()
+    with fake_processes(fake):
+        rank = Rank(make_layout(2), name, 0, fake)
+        peer = PeerProcess(name, is_fake=True, machine=fake.machine.identity)
+        try:
+            entry = entry_of(rank.slabs, rank=1, incarnation="i1", ticket=peer("create"))
+            there = rank.slabs.open(entry)
+            peer.kill()
+            there.write(8192, b"nobody reads this")
+            assert there.read(8192, 6) == b"nobody"
+            rank.slabs.close_peers()
+            with pytest.raises(FabricError, match=r"process is gone|has exited"):
+                rank.slabs.open(entry)
+        finally:
+            peer.kill()
+            rank.close()
+        assert fake.leaks() == {}

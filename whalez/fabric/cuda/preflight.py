@@ -1,0 +1,443 @@
+"""Which provider this world can use, found out by doing, and decided by all ranks together.
+
+What a device claims in its attributes is not what it does: every rank makes a small slab in each way, maps those of its
+peers, rings them with the kernel, and the owner sees the rings arrive in a wait that was blocked before. Then all vote.
+
+Rule 1: every rank takes part in the same four gathers, whatever failed on it: nobody waits for one that gave up.
+Rule 2: `choose` and `suspects` are pure. A provider that was asked for by name is used or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from whalez.clock import now_ns
+from whalez.errors import CapabilityMissing, FabricError
+from whalez.fabric.cuda.doorbell import RELEASED
+from whalez.fabric.cuda.driver import Device, Driver, DriverError
+from whalez.fabric.cuda.kernels import doorbell_write_kernel
+from whalez.fabric.cuda.providers import PROVIDERS, CudaSlab, CudaSlabs
+from whalez.fabric.cuda.stream import CudaStream, KernelSet
+from whalez.fabric.cuda.ticket import this_machine
+from whalez.fabric.layout import BELL_DATA, BELL_FREE, SlabLayout, SlabSpec
+from whalez.ops.device.kernel import Kernel
+from whalez.rendezvous.messages import SlabEntry
+
+#: Collective: hands in this rank's bytes and returns those of all, in rank order.
+Gather = Callable[[bytes], Sequence[bytes]]
+
+ARRIVAL_S: Final = 1.0
+_RUNG: Final = 0x5EED
+
+
+class Memops(msgspec.Struct, frozen=True, kw_only=True):
+    """What stream memory operations do here: the driver's words, "" where it took them. Kernels ring in any case."""
+
+    wait_local: str = ""
+    write_local: str = ""
+    wait_imported: str = ""
+    write_imported: str = ""
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """How one provider did on one rank."""
+
+    provider: str
+    words: str = ""  #: why it is unusable here; "" if it works
+    failed: dict[int, str] = {}  #: peers that could not be mapped or rung, and why
+
+
+class Ballot(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank found."""
+
+    rank: int
+    host: str
+    machine: bytes
+    device: str
+    driver_version: int
+    probes: tuple[Probe, ...]
+    memops: Memops | None  #: None if no slab could be made
+
+    def probe(self, provider: str) -> Probe:
+        for probe in self.probes:
+            if probe.provider == provider:
+                return probe
+        return Probe(provider=provider, words="was not tried")
+
+    @property
+    def wait_by(self) -> Literal["memop", "spin"]:
+        """How this rank waits: by memory operations if its device takes them on its own memory."""
+        return "memop" if self.memops is not None and not self.memops.wait_local else "spin"
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the world uses, and why not another; for the log and for status."""
+
+    provider: str
+    reasons: dict[str, str]  #: provider -> why it is not used
+
+    def __str__(self) -> str:
+        return "; ".join(
+            [f"slabs: {self.provider}", *(f"{name} unavailable: {why}" for name, why in self.reasons.items())]
+        )
+
+
+# ---- the decision, pure ---------------------------------------------------------------------------------------------
+def objection(ballots: Sequence[Ballot], provider: str) -> str:
+    """Why the world cannot use a provider; "" if all ranks can."""
+    own = [(ballot, ballot.probe(provider).words) for ballot in ballots]
+    of_peers = [
+        (ballot, f"peer {peer}: {why}") for ballot in ballots for peer, why in ballot.probe(provider).failed.items()
+    ]
+    # What a rank says of itself comes first: what others say of it may only be the consequence.
+    against = [f"rank {ballot.rank} on {ballot.host}: {words}" for ballot, words in [*own, *of_peers] if words]
+    if not against:
+        return ""
+    text = against[0] if len(against) == 1 else f"{against[0]} (and {len(against) - 1} more)"
+    sick = suspects(ballots, provider)
+    return f"{text}; look at {', '.join(sick)} first" if sick else text
+
+
+def suspects(ballots: Sequence[Ballot], provider: str) -> tuple[str, ...]:
+    """Machines that explain every failed import: all that crosses their border fails, and nothing else does.
+
+    An importer is told that something is wrong in the domain, not where: a dead nvidia-imex breaks imports everywhere.
+    """
+    machines = {ballot.rank: ballot.machine for ballot in ballots}
+    hosts = {ballot.machine: ballot.host for ballot in ballots}
+    crossing = [
+        (machines[ballot.rank], machines[peer], peer in ballot.probe(provider).failed)
+        for ballot in ballots
+        for peer in machines
+        if machines[ballot.rank] != machines[peer]
+    ]
+    if len(hosts) < 3:  # of two, either explains everything
+        return ()
+    failed = [(one, other) for one, other, is_failed in crossing if is_failed]
+    worked = [(one, other) for one, other, is_failed in crossing if not is_failed]
+    sick = [m for m in hosts if any(m in pair for pair in failed) and not any(m in pair for pair in worked)]
+    explained = all(one in sick or other in sick for one, other in failed)
+    return tuple(hosts[machine] for machine in sick) if sick and explained and len(sick) < len(hosts) else ()
+
+
+def choose(ballots: Sequence[Ballot], asked: str = "auto") -> Choice:
+    """The first provider that works on all ranks; or the one asked for, if it does. Equal on all ranks.
+
+    Raises: CapabilityMissing with the driver's words
+    """
+    assert ballots, "nobody voted"
+    if asked != "auto":
+        if asked not in PROVIDERS:
+            raise CapabilityMissing(f"slabs: expected auto or one of {', '.join(PROVIDERS)}, got {asked!r}")
+        if against := objection(ballots, asked):
+            raise CapabilityMissing(f"slabs: {asked} was asked for and is unavailable: {against}")
+        return Choice(provider=asked, reasons={})
+    reasons: dict[str, str] = {}
+    for provider in PROVIDERS:
+        reasons[provider] = objection(ballots, provider)
+        if not reasons[provider]:
+            del reasons[provider]
+            return Choice(provider=provider, reasons=reasons)
+    raise CapabilityMissing("slabs: no provider works: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
+
+
+# ---- doing it ------------------------------------------------------------------------------------------------------
+def _probe_layout(world: int) -> SlabLayout:
+    return SlabLayout.from_spec(
+        SlabSpec(
+            world=world,
+            rows_max=1,
+            hidden=1,
+            top_k=0,
+            segment_rows_max=0,
+            halo_values=0,
+            package_heads=0,
+            key_dim=0,
+            value_dim=0,
+            latent_width=0,
+        )
+    )
+
+
+class _Attempt:
+    """One provider on one rank: its slab, its peers', the rings between them.
+
+    While a stream is blocked nothing may be made, mapped or given back: such calls wait for the device.
+
+    Owns:      the slabs and two streams
+    Closed by: `close`, on all ranks after the last gather
+    """
+
+    def __init__(self, slabs: CudaSlabs, kernels: KernelSet | None, words: str) -> None:
+        self.name = slabs.name
+        self.words = words
+        self.failed: dict[int, str] = {}
+        self.memops: Memops | None = None
+        self._slabs = slabs
+        self._kernels = kernels
+        self._opened: dict[int, CudaSlab] = {}
+        self._own: CudaSlab
+        self._streams: list[CudaStream] = []  #: one that blocks, one that rings
+        self._peers = [peer for peer in range(slabs.layout.world) if peer != slabs.rank]
+
+    @contextlib.contextmanager
+    def _noted(self, peer: int | None = None) -> Iterator[None]:
+        """What fails in this block is remembered, of a peer or of this rank; the first word counts."""
+        try:
+            yield
+        except FabricError as error:
+            if peer is not None:
+                self.failed.setdefault(peer, str(error))
+            else:
+                self.words = self.words or str(error)
+
+    def _line(self, slab: CudaSlab, kind: int, sender: int) -> int:
+        return slab.address + self._slabs.layout.bell_offset(kind, sender)
+
+    def create(self) -> bytes:
+        """Make slab and streams. The ticket, empty if it did not work."""
+        if self._kernels is None:
+            return b""
+        with self._noted():
+            self._own = self._slabs.create()
+            for _ in range(2):
+                self._streams.append(CudaStream(self._slabs.device, self._kernels))
+            return self._slabs.ticket
+        return b""
+
+    def open(self, entries: Sequence[SlabEntry]) -> None:
+        """Map every peer that made a slab."""
+        if self.words:
+            return
+        for peer in self._peers:
+            if not entries[peer].ticket:
+                self.failed[peer] = "made no slab"
+                continue
+            with self._noted(peer):
+                self._opened[peer] = self._slabs.open(entries[peer])
+
+    def arm(self) -> None:
+        """Block a stream in a wait for the rings of all peers, when all that is made has been made."""
+        if not self.words:
+            with self._noted():
+                self._arm()
+
+    def _arm(self) -> None:
+        blocked, ringing = self._streams
+        local = self._line(self._own, BELL_FREE, self._slabs.rank)
+        write = _words_of(lambda: ringing.write_value(local, 1))
+        pairs = [(self._line(self._own, BELL_DATA, peer), _RUNG + peer) for peer in self._peers]
+        wait = _words_of(lambda: blocked.wait_value(*(pairs or [(local, 0)])))
+        self.memops = Memops(wait_local=wait, write_local=write)
+        if pairs and not wait and blocked.is_done():
+            raise FabricError(f"{self.name}: a wait for rings that nobody rang was over at once: it does not wait")
+
+    def ring(self) -> None:
+        """Ring every peer that was mapped, by kernel; try memory operations on the same mapping."""
+        if self.words:
+            return
+        _, ringing = self._streams
+        for peer, theirs in self._opened.items():
+            with self._noted(peer):
+                line = self._line(theirs, BELL_DATA, self._slabs.rank)
+                ringing.launch(doorbell_write_kernel, 1, 1, 0, line, _RUNG + self._slabs.rank)
+                assert self.memops is not None
+                beside = self._line(theirs, BELL_FREE, self._slabs.rank)
+                write = _words_of(lambda at=beside: ringing.write_value(at, 1))  # type: ignore[misc]
+                wait = _words_of(lambda at=beside: ringing.wait_value((at, 0)))  # type: ignore[misc]
+                self.memops = msgspec.structs.replace(self.memops, write_imported=write, wait_imported=wait)
+                _finish(ringing, f"{self.name}: ringing rank {peer}")
+
+    def verify(self, rung_by: Sequence[int]) -> None:
+        """See the rings of `rung_by` arrive, in the blocked wait and in memory."""
+        if not self._streams or self.memops is None:
+            return
+        with self._noted():
+            self._release([peer for peer in self._peers if peer not in rung_by])
+            _finish(self._streams[0], f"{self.name}: a wait for rings that came")
+        with self._noted():
+            for peer in rung_by:
+                seen = self._seen(peer)
+                if seen != _RUNG + peer:
+                    raise FabricError(
+                        f"{self.name}: rank {peer} rang {_RUNG + peer:#x}, but {seen:#x} stands in the slab"
+                    )
+
+    def unmap(self) -> None:
+        """When no stream of this rank is blocked any more."""
+        with self._noted():
+            self._slabs.unlink()  # not before the gather that says that all have opened
+            self._slabs.close_peers()
+
+    def _seen(self, peer: int) -> int:
+        data = self._own.read(self._slabs.layout.bell_offset(BELL_DATA, peer), 8)
+        return int.from_bytes(data, sys.byteorder)
+
+    def _release(self, peers: Sequence[int]) -> None:
+        """End the waits for these peers, who will not ring. No ring can be lost by it: they are not under way."""
+        blocked, ringing = self._streams
+        if not blocked.is_done():
+            for peer in peers:
+                ringing.write_value(self._line(self._own, BELL_DATA, peer), RELEASED)
+            _finish(ringing, f"{self.name}: releasing a wait")
+
+    def unblock(self) -> None:
+        """Whatever happened, no stream of this rank stands in a wait any more."""
+        if self._streams and self.memops is not None:
+            with self._noted():
+                self._release(self._peers)
+                _finish(self._streams[0], f"{self.name}: a wait that was released")
+
+    def close(self) -> None:
+        """Give everything back; what fails is tried once more."""
+        for give_back in (*(stream.close for stream in self._streams), self._slabs.close):
+            for _ in range(2):
+                with self._noted():
+                    give_back()
+
+    def probe(self) -> Probe:
+        return Probe(provider=self.name, words=self.words, failed=dict(self.failed))
+
+
+def _words_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except DriverError as error:
+        return error.words
+    return ""
+
+
+def _finish(stream: CudaStream, what: str) -> None:
+    deadline = now_ns() + ARRIVAL_S * 1e9
+    while not stream.is_done():
+        if now_ns() > deadline:
+            raise FabricError(f"{what} did not end within {ARRIVAL_S:g} s")
+        time.sleep(0.0005)
+
+
+def preflight(
+    device: Device,
+    *,
+    rank: int,
+    world: int,
+    host: str,
+    gather: Gather,
+    providers: Sequence[str] = tuple(PROVIDERS),
+    machine: bytes | None = None,
+    image: Callable[[Kernel], bytes] | None = None,
+) -> list[Ballot]:
+    """Try every provider with all peers. Collective: yes, four gathers.
+
+    Args:
+        host:    for people; `machine` says which ranks share one
+        gather:  may raise, as when a peer has died; everything is given back then
+        image:   machine code of a kernel, compiled now by default
+    Returns: the ballots of all ranks, in rank order and equal on all: for `choose`
+    """
+    layout = _probe_layout(world)
+    machine = this_machine() if machine is None else machine
+    with contextlib.ExitStack() as stack:
+        words, kernels = "", None
+        try:
+            kernels = stack.enter_context(KernelSet(device, [doorbell_write_kernel], image))
+        except FabricError as error:
+            words = str(error)
+        attempts = []
+        for name in providers:
+            slabs = PROVIDERS[name](layout, device=device, rank=rank, incarnation="preflight", machine=machine)
+            attempts.append(_Attempt(slabs, kernels, words))
+            stack.callback(attempts[-1].close)
+        for attempt in attempts:  # these run before the first `close`
+            stack.callback(attempt.unblock)
+        tickets = _gather(gather, [attempt.create() for attempt in attempts], list[bytes])
+        tables = [[_entry(peer, theirs[i]) for peer, theirs in enumerate(tickets)] for i in range(len(attempts))]
+        for attempt, entries in zip(attempts, tables, strict=True):
+            attempt.open(entries)
+        for attempt in attempts:
+            attempt.arm()
+        _gather(gather, None, Any)  # everybody's streams are blocked now
+        for attempt in attempts:
+            attempt.ring()
+        rung = _gather(gather, [attempt.probe() for attempt in attempts], list[Probe])
+        for i, attempt in enumerate(attempts):
+            rung_by = [p for p in range(world) if p != rank and not rung[p][i].words and rank not in rung[p][i].failed]
+            attempt.verify(rung_by)
+        for attempt in attempts:
+            attempt.unblock()
+        for attempt in attempts:
+            attempt.unmap()
+        ballot = Ballot(
+            rank=rank,
+            host=host,
+            machine=machine,
+            device=device.name,
+            driver_version=device.driver_version,
+            probes=tuple(attempt.probe() for attempt in attempts),
+            memops=next((attempt.memops for attempt in attempts if attempt.memops is not None), None),
+        )
+        return _gather(gather, ballot, Ballot)  # all have unmapped; now what is mapped nowhere may go
+
+
+def _entry(peer: int, ticket: bytes) -> SlabEntry:
+    return SlabEntry(rank=peer, incarnation="preflight", host=f"rank {peer}'s machine", pid=0, ticket=ticket)
+
+
+def _gather(gather: Gather, mine: Any, kind: Any) -> list[Any]:
+    return [msgspec.msgpack.decode(each, type=kind) for each in gather(msgspec.msgpack.encode(mine))]
+
+
+# ---- by hand -------------------------------------------------------------------------------------------------------
+def _second(pipe: Any, ordinal: int) -> None:
+    """Rank 1 of the world of two that `main` makes."""
+
+    def gather(mine: bytes) -> list[bytes]:
+        pipe.send_bytes(mine)
+        return [pipe.recv_bytes(), mine]
+
+    with contextlib.suppress(FabricError, EOFError), Device(Driver(), ordinal) as device:
+        preflight(device, rank=1, world=2, host="this machine", gather=gather)
+
+
+def main(ordinal: int = 0) -> int:
+    """Try the providers between two processes on one device, and say what came of it. 0 if one works."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    second = context.Process(target=_second, args=(theirs, ordinal), daemon=True)
+
+    def gather(mine: bytes) -> list[bytes]:
+        if not pipe.poll(60):
+            raise FabricError("preflight: the second process does not answer")
+        other: bytes = pipe.recv_bytes()
+        pipe.send_bytes(mine)
+        return [mine, other]
+
+    try:
+        with Device(Driver(), ordinal) as device:
+            second.start()
+            theirs.close()
+            ballots = preflight(device, rank=0, world=2, host="this machine", gather=gather)
+        print(
+            f"{ballots[0].device}, driver {ballots[0].driver_version}, "
+            f"waits by {ballots[0].wait_by}, {ballots[0].memops}"
+        )
+        print(choose(ballots))
+    except (FabricError, EOFError) as error:
+        print(f"preflight: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if second.pid is not None:
+            second.join(10)
+            second.kill()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,170 @@
+"""The end of a launch, and the way out of one that will not end: a stream blocked in a wait cannot be cancelled.
+
+So the awaited lines are raised from another stream to a value that ends every wait. The stream drains, over data
+that is worth nothing: the launch is marked failed, nobody reads its results, and the rank reports and exits.
+
+Rule 1: a launch has time as long as somebody in the world makes progress; then it is given up. Every wait here ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from whalez.clock import now_ns
+from whalez.errors import FabricError
+from whalez.fabric.cuda.doorbell import RELEASED, DeviceBells, Wait, is_reached
+from whalez.fabric.cuda.driver import Device, DriverError, Teardown
+from whalez.fabric.cuda.stream import CudaStream, KernelSet
+from whalez.fabric.layout import BELL_KINDS, LINE_BYTES
+
+_PAUSE_S_MAX: Final = 0.002
+_PORTABLE: Final = 1
+
+
+class Watchdog:
+    """Waits for the end of a launch on the host.
+
+    Owns:      a stream of the highest priority (another priority has another hardware queue, so that the blocked stream
+               does not stand before it) and some page-locked memory
+    Closed by: whoever made it, after its last `join`
+    """
+
+    def __init__(self, device: Device, kernels: KernelSet, bells: DeviceBells, stream: CudaStream) -> None:
+        self.device = device
+        self.bells = bells
+        self.stream = stream
+        self._teardown = Teardown()
+        driver = device.driver
+        layout = bells.layout
+        self._bells_at = bells.addresses[bells.rank] + layout.offset_of("bells")
+        self._bells_bytes = len(BELL_KINDS) * layout.world * LINE_BYTES
+        self._progress_at = [address + layout.offset_of("progress") for address in bells.addresses]
+        try:
+            device.bind()
+            _, greatest = driver.cuCtxGetStreamPriorityRange()
+            self._other = CudaStream(device, kernels, priority=int(greatest), has_memops=stream.has_memops)
+            self._teardown.push(self._other.close)
+            self._seen = int(driver.cuMemHostAlloc(self._bells_bytes + 8 * layout.world, _PORTABLE))
+            self._teardown.push(driver.cuMemFreeHost, self._seen)
+            ctypes.memset(self._seen, 0, self._bells_bytes + 8 * layout.world)
+        except BaseException:
+            self.close()
+            raise
+
+    def join(
+        self,
+        *,
+        stuck_s: float,
+        slice_s: float = 0.1,
+        drain_s: float = 5.0,
+        on_slice: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until the stream has run everything queued.
+
+        Args:
+            stuck_s:   give up when for so long nobody in the world made progress and no awaited line rose
+            slice_s:   how often that is looked at, and `on_slice` called, which may raise
+            drain_s:   how long a released stream may take
+        Raises: DoorbellTimeout with rank, window, expected and seen, the stream drained and the launch marked failed;
+                DriverError if a kernel failed; FabricError if the stream does not even drain
+        """
+        begun = moved = looked = now_ns()
+        state: Any = None
+        pause_s = 0.0
+        while not self.stream.is_done():
+            now = now_ns()
+            if now - looked >= slice_s * 1e9:
+                looked = now
+                if on_slice is not None:
+                    on_slice()
+                state_now = self._state()
+                if state_now != state:
+                    state, moved = state_now, now
+                elif now - moved >= stuck_s * 1e9:
+                    self._give_up((now - begun) / 1e9, drain_s)
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 0.0001, _PAUSE_S_MAX, slice_s)
+        if (reported := self.bells.report()) is not None:
+            self.bells.failed = reported
+            raise reported
+
+    # ---- looking --------------------------------------------------------------------------------------------------
+    def _fetch(self, at: int, source: int, nbytes: int, bound_s: float = 2.0) -> bool:
+        """Copy to the page-locked memory; False if the source cannot be read, as when its owner is gone."""
+        try:
+            self.device.driver.cuMemcpyDtoHAsync(self._seen + at, source, nbytes, self._other.handle)
+            deadline = now_ns() + bound_s * 1e9
+            while not self._other.is_done():
+                if now_ns() > deadline:
+                    return False
+                time.sleep(0.0001)
+        except DriverError:
+            return False
+        return True
+
+    def _state(self) -> tuple[bytes, tuple[int, ...]]:
+        """What moves when somebody gets on: awaited lines and progress words."""
+        self.device.bind()
+        progress = []
+        for peer, source in enumerate(self._progress_at):
+            at = self._bells_bytes + 8 * peer
+            if self._fetch(at, source, 8):
+                progress.append(int(ctypes.c_uint64.from_address(self._seen + at).value))
+        self._fetch(0, self._bells_at, self._bells_bytes)
+        return ctypes.string_at(self._seen, self._bells_bytes), tuple(progress)
+
+    def _seen_at(self, line: int) -> int:
+        return int(ctypes.c_uint64.from_address(self._seen + line - self._bells_at).value)
+
+    def awaited(self) -> tuple[Wait, int, int] | None:
+        """The wait at which the stream stands, the rank it waits for and what its line shows, as last fetched."""
+        for wait in self.bells.waits:
+            for peer in wait.peers.ranks:
+                seen = self._seen_at(self.bells.line(wait.kind, peer))
+                if not is_reached(seen, wait.value):
+                    return wait, peer, seen
+        return None
+
+    # ---- giving up ------------------------------------------------------------------------------------------------
+    def _give_up(self, waited_s: float, drain_s: float) -> None:
+        stands_at = self.awaited()
+        is_drained = self.release(drain_s)
+        if stands_at is None:
+            self.bells.failed = FabricError(
+                f"the launch of rank {self.bells.rank} made no progress for {waited_s:.1f} s, though all it waits for "
+                f"has come: a kernel does not end; see `nvidia-smi` and dmesg"
+            )
+        else:
+            self.bells.failed = self.bells.timeout(*stands_at, waited_s)
+        if not is_drained:
+            raise FabricError(
+                f"the stream of rank {self.bells.rank} did not drain within {drain_s:g} s: {self.bells.failed}"
+            ) from self.bells.failed
+        raise self.bells.failed
+
+    def release(self, drain_s: float) -> bool:
+        """End every wait that was queued, until the stream has drained; False if it has not after `drain_s`.
+
+        Again and again: a ring that was still under way may lower a line after it was raised.
+        """
+        lines = sorted({self.bells.line(wait.kind, peer) for wait in self.bells.waits for peer in wait.peers.ranks})
+        self.bells.stop_spinning()
+        deadline = now_ns() + drain_s * 1e9
+        while True:
+            if self._other.is_done():  # never more than one round of writes under way
+                for line in lines:
+                    self._other.write_value(line, RELEASED)
+            if self.stream.is_done():
+                return True
+            if now_ns() > deadline:
+                return False
+            time.sleep(_PAUSE_S_MAX)
+
+    def close(self) -> None:
+        """Idempotent; after a failure it may be called again. Blocks: no."""
+        if self._teardown:
+            self.device.bind()
+            self._teardown.run()
