@@ -131,7 +131,7 @@ def test_read_past_the_end_names_thread_and_line_also_of_a_device_function():
 
 def test_write_before_the_start_is_a_fault():
     def k(x):
-        x[cuda.threadIdx.x - 1025] = 0
+        x[cuda.threadIdx.x - 1] = 0
 
     fails("invalid memory access", simt.jit(k, (f32p,)), 1, 1, simt.empty(1024))
 

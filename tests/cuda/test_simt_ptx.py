@@ -449,11 +449,14 @@ def mma_kernel(use):
     return k
 
 
+good_mma_kernel = mma_kernel(mma)
+
+
 @simt.orders()
 def test_mma_m16n8k16_bf16(order):
     A, B = bf16_bits(rng.standard_normal((16, 64))), bf16_bits(rng.standard_normal((64, 8)))
     D = np.zeros((16, 8), "f4")
-    simt.jit(mma_kernel(mma))[1, 32](A, B, D, order=order)
+    simt.jit(good_mma_kernel)[1, 32](A, B, D, order=order)
     np.testing.assert_allclose(D, bf16_value(A) @ bf16_value(B), rtol=1e-5, atol=1e-5)
 
 
@@ -579,11 +582,14 @@ def copy_kernel(wait):
     return k
 
 
+copy_kernels = {wait: copy_kernel(wait) for wait in (True, False)}
+
+
 @simt.orders()
 @pytest.mark.parametrize("wait", [True, False])
 def test_missing_wait_of_cp_async_is_caught(wait, order):
     src, dst = simt.array(rng.integers(0, 1 << 30, 128), "u4", align=16), np.zeros(128, "u4")
-    simt.jit(copy_kernel(wait))[1, 32](np.uint64(src.ctypes.data), dst, order=order)
+    simt.jit(copy_kernels[wait])[1, 32](np.uint64(src.ctypes.data), dst, order=order)
     if wait or order == "reverse":  # reverse lets copies land at once
         assert (dst == src).all()
     else:
