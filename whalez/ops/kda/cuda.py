@@ -58,17 +58,20 @@ WARPS = DECODE_THREADS // 32
 # ---- row-wise ---------------------------------------------------------------------------------------------------
 
 
-@kernel("kda_gate_kernel", f32p, i64, f32p, f32p, i64, i64)
+@kernel("kda_gate_kernel", f32p, i64, f32p, f32p, i64, i64, block=THREADS)
 def kda_gate_kernel(g_f: Any, f_stride: Any, g_a_log: Any, g_dt_bias: Any, heads: Any, key_dim: Any) -> None:
-    """One block per row."""
-    row = i64(cuda.blockIdx.x) * f_stride
-    for x in range(cuda.threadIdx.x, heads * key_dim, THREADS):
-        r = g_f[row + x] + g_dt_bias[x]
-        softplus = max(r, f32(0.0)) + math.log1p(math.exp(-abs(r)))
-        g_f[row + x] = -math.exp(g_a_log[x // key_dim]) * softplus
+    """One block per row, a warp per head."""
+    lane = cuda.threadIdx.x % 32
+    for i_head in range(cuda.threadIdx.x // 32, heads, THREADS // 32):
+        factor = -math.exp(g_a_log[i_head])
+        g_row = offset(g_f, i64(cuda.blockIdx.x) * f_stride + i_head * key_dim)
+        g_bias = offset(g_dt_bias, i_head * key_dim)
+        for x in range(lane, key_dim, 32):
+            r = g_row[x] + g_bias[x]
+            g_row[x] = factor * (max(r, f32(0.0)) + math.log1p(math.exp(-abs(r))))
 
 
-@kernel("kda_beta_kernel", f32p, i64, i64, i64)
+@kernel("kda_beta_kernel", f32p, i64, i64, i64, block=THREADS)
 def kda_beta_kernel(g_b: Any, b_stride: Any, rows: Any, heads: Any) -> None:
     x = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
     if x < rows * heads:
@@ -107,6 +110,7 @@ def _rows_times(rows: int, groups: int) -> Any:
     ) -> None:
         """acc[r, 4 n + c] += sum over i < count of a[a_at + r a_step + i] b[b_at + i b_pitch + 64 n + c]."""
         a = cuda.local.array((rows, 4), f32)
+        b = cuda.local.array(4, f32)
         for i in range(0, count, 4):
             for r in range(rows):
                 for x in range(4):
@@ -114,9 +118,10 @@ def _rows_times(rows: int, groups: int) -> Any:
             for x in range(4):
                 for n in range(groups):
                     for c in range(4):
-                        b = s_b[b_at + (i + x) * b_pitch + 64 * n + c]
+                        b[c] = s_b[b_at + (i + x) * b_pitch + 64 * n + c]
+                    for c in range(4):
                         for r in range(rows):
-                            acc[r, 4 * n + c] += a[r, x] * b
+                            acc[r, 4 * n + c] += a[r, x] * b[c]
 
     return rows_times_thread
 
