@@ -109,9 +109,10 @@ def rows_of(name: str) -> list[Row]:
 
 
 def measure(jobs: int) -> list[Row]:
-    # Forked, so that the workers have what this process imported; numba starts no thread for compiling.
     names = list(KERNELS)
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    if jobs == 1:
+        return sorted(row for name in names for row in rows_of(name))
+    with multiprocessing.get_context("spawn").Pool(jobs, initializer=load) as pool:
         return sorted(row for rows in pool.imap_unordered(rows_of, names, chunksize=1) for row in rows)
 
 
