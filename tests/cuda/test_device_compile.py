@@ -21,7 +21,8 @@ from whalez.errors import CapabilityMissing, FabricError
 from whalez.ops.device import compile as compiler
 from whalez.ops.device.compile import ARCHITECTURES, PTX_LAST_RESORT, Usage, compile_cubin, compile_ptx, image_for
 from whalez.ops.device.kernel import KERNELS, Kernel, kernel
-from whalez.ops.device.types import f32, f32p, i64
+from whalez.ops.device.ptx import mma_m16n8k16_bf16
+from whalez.ops.device.types import f32, f32p, i64, u32
 from whalez.ops.norm.cuda import l2_norm_kernel, rms_norm_kernel
 
 ROOT = Path(whalez.__file__).parents[1]
@@ -66,6 +67,11 @@ def shared_body(g_x: Any, n: Any) -> None:
     g_x[cuda.threadIdx.x] = s_x[n]
 
 
+def product_body(g_x: Any, n: Any) -> None:
+    a, zero = u32(n), f32(0.0)
+    g_x[cuda.threadIdx.x] = mma_m16n8k16_bf16(a, a, a, a, a, a, zero, zero, zero, zero)[0]
+
+
 def of(body: Any, threads: int = 32) -> Kernel:
     return Kernel(body.__name__, body, (f32p, i64), (threads, 1, 1))
 
@@ -97,7 +103,9 @@ def test_old_devices_are_refused_by_name(capability: tuple[int, int]) -> None:
         image_for(capability)
 
 
-@pytest.mark.parametrize(("capability", "image"), [((9, 0), "sm_90a"), ((10, 0), "sm_100"), ((8, 0), "sm_80")])
+@pytest.mark.parametrize(
+    ("capability", "image"), [((9, 0), "sm_90a"), ((9, 1), "sm_90"), ((10, 0), "sm_100"), ((8, 0), "sm_80")]
+)
 def test_an_image_for_one_chip_goes_to_that_chip_only(capability: tuple[int, int], image: str) -> None:
     assert image_for(capability, (*ARCHITECTURES, "sm_90a")) == image
 
@@ -178,12 +186,17 @@ def test_shared_memory_is_the_kernels_own(arch: str) -> None:
     assert compiler.resource_usage(compile_cubin(of(doubling_body), arch)).shared_bytes == 0
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_registers_are_those_of_the_kernel_not_of_a_helper(arch: str) -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_helper_of_the_arithmetic_is_not_the_kernel(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
     """A division brings a function of its own along, which has a line of its own, with zeros."""
-    cubin = compile_cubin(rms_norm_kernel, arch)
-    assert compiler._inspect(cubin, "cuobjdump", "--dump-resource-usage").count("REG:") > 1
+    cubin = compile_cubin(rms_norm_kernel, "sm_80")
+    lines = compiler._inspect(cubin, "cuobjdump", "--dump-resource-usage").splitlines()
+    assert sum("REG:" in line for line in lines) > 1
+    disassembled = compiler.disassembly(cubin)
+    monkeypatch.setattr(compiler, "disassembly", lambda cubin: disassembled)
+    monkeypatch.setattr(compiler, "_inspect", lambda *_: "\n".join(lines[::order]))
     assert compiler.resource_usage(cubin).registers >= 24
+    assert compiler.resource_usage(cubin).shared_bytes == 128
 
 
 def test_opcodes_are_counted() -> None:
@@ -191,6 +204,21 @@ def test_opcodes_are_counted() -> None:
     assert counts["LDG"] == counts["STG"] == counts["FADD"] == 1
     assert counts["EXIT"] >= 1
     assert compiler.tensor_core_instructions(compile_cubin(of(doubling_body), "sm_90")) == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tensor_core_instructions(arch: str) -> None:
+    assert compiler.tensor_core_instructions(compile_cubin(of(product_body), arch)) == 1
+
+
+@pytest.mark.parametrize(
+    ("opcode", "count"),
+    [("HMMA", 3), ("IMMA", 3), ("HGMMA", 3), ("UTCHMMA", 3), ("UTCQMMA", 3), ("FFMA", 0), ("IMAD", 0), ("UTMALDG", 0)],
+)
+def test_names_of_tensor_core_instructions(monkeypatch: pytest.MonkeyPatch, opcode: str, count: int) -> None:
+    line = f"        /*00a0*/              @!P0 {opcode}.16816.F32 R4, R4, R8, RZ ;\n"
+    monkeypatch.setattr(compiler, "disassembly", lambda cubin: 3 * line)
+    assert compiler.tensor_core_instructions(b"") == count
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -231,6 +259,11 @@ def test_what_is_not_registered_is_not_kept(store: Path, compiled: list[str]) ->
     compile_cubin(mutant, "sm_90")
     assert len(compiled) == 2
     assert not store.exists()
+
+
+def test_what_is_not_of_whalez_is_not_kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS, "doubling_body", of(doubling_body))
+    assert compiler._cached_at(KERNELS["doubling_body"], "sm_90") is None
 
 
 @pytest.mark.parametrize("left", [b"", b"half of it"])
@@ -299,6 +332,8 @@ def test_all_that_is_imported_decides(store: Path) -> None:
     names = {path.relative_to(ROOT).as_posix() for path in sources}
     assert {"whalez/ops/norm/cuda.py", "whalez/ops/device/ptx.py", "whalez/ops/device/rowwise.py"} <= names
     assert all(name.startswith("whalez/") for name in names)
+    by_name = compiler._sources_of(frozenset({"whalez.testing.simt"}))  # `from package import module`
+    assert any(path.as_posix().endswith("simt/ptx.py") for path in by_name)
 
 
 def test_old_images_go(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,9 @@ def test_compiled_kernels_are_refused(report: Any, monkeypatch: Any, tmp_path: P
         ("sm_80", 256, 32, 0, 8),
         ("sm_80", 256, 255, 0, 1),
         ("sm_80", 32, 16, 0, 32),
-        ("sm_80", 128, 32, 40_960, 4),  # 164 KiB, and each block takes one KiB more
+        ("sm_80", 256, 33, 0, 6),  # 40 are given
+        ("sm_80", 128, 32, 40_960, 4),
+        ("sm_80", 128, 32, 55_000, 2),  # of 164 KiB each block takes one KiB more
         ("sm_90", 128, 32, 40_960, 5),
         ("sm_80", 128, 32, 166_912, 1),
         ("sm_80", 128, 32, 166_913, 0),
