@@ -69,7 +69,7 @@ def write(slabs: Any, slab: Any, name: str, data: bytes) -> None:
         slab.view(region.offset, (region.nbytes,), np.uint8)[:] = np.frombuffer(data, np.uint8)
 
 
-# ---- the contract -------------------------------------------------------------------------------------------------
+# ---- the contract --------------------------------------------------------------------------------------------------
 def test_what_the_owner_writes_the_peer_reads_in_the_same_place(pair: list[Any]) -> None:
     owner, peer = pair
     own = [each.create() for each in pair]
@@ -149,7 +149,7 @@ def test_a_claim_is_not_believed(pair: list[Any], claim: dict[str, Any]) -> None
         peer.open(entry_of(owner, **claim))
 
 
-# ---- tickets of device memory -------------------------------------------------------------------------------------
+# ---- tickets of device memory --------------------------------------------------------------------------------------
 @every_provider
 @pytest.mark.parametrize(
     ("at", "data", "match"),
@@ -206,7 +206,7 @@ def test_two_regions_of_a_slab_take_one_import_and_one_mapping(name: str) -> Non
         assert all(peer.fake.is_imported(there.address + each.offset, max(each.nbytes, 1)) for each in regions)
 
 
-# ---- every call fails once ------------------------------------------------------------------------------------------
+# ---- every call fails once -----------------------------------------------------------------------------------------
 def live(name: str, fake: FakeDriver, owner: Rank) -> None:
     """A rank's whole life over a driver that may fail anywhere. What it took is given back, whatever happened."""
     device = Device(Driver(fake), 0)
@@ -338,7 +338,7 @@ def test_the_fake_tells_an_owner_that_frees_too_early() -> None:
         owner.fake.machine.violations.clear()
 
 
-# ---- contexts -------------------------------------------------------------------------------------------------------
+# ---- contexts ------------------------------------------------------------------------------------------------------
 @every_provider
 def test_every_entry_works_in_a_thread_that_never_saw_the_context(name: str) -> None:
     with fake_world(name) as (owner, peer):
@@ -367,7 +367,7 @@ def test_every_entry_works_in_a_thread_that_never_saw_the_context(name: str) -> 
         in_a_thread(owner.slabs.close)
 
 
-# ---- memory is full -------------------------------------------------------------------------------------------------
+# ---- memory is full ------------------------------------------------------------------------------------------------
 @every_provider
 def test_what_the_pool_hoards_is_given_back_and_the_slab_fits(name: str, caplog: pytest.LogCaptureFixture) -> None:
     gpu = FakeGpu(total=8 * GRANULARITY, pool_reserved=8 * GRANULARITY, pool_used=GRANULARITY)
@@ -479,7 +479,7 @@ def test_no_imex_on_the_other_machine_is_told_to_the_importer() -> None:
         assert peer.fake.leaks() == {"contexts": 1}
 
 
-# ---- descriptors ----------------------------------------------------------------------------------------------------
+# ---- descriptors ---------------------------------------------------------------------------------------------------
 def ask(handle: bytes, token: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(5)

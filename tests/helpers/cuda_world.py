@@ -6,13 +6,17 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import monotonic_ns
 from typing import Any
 
 from whalez.fabric.cuda.driver import Device, Driver
+from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
 from whalez.fabric.cuda.providers import PROVIDERS, CudaSlabs
-from whalez.fabric.layout import SlabLayout, SlabSpec
+from whalez.fabric.cuda.stream import codes_of
+from whalez.fabric.layout import LINE_BYTES, SlabLayout, SlabSpec
+from whalez.ops.device.kernel import Kernel
 from whalez.rendezvous.messages import SlabEntry
-from whalez.testing.fake_driver import FakeDriver, FakeMachine, fake_processes
+from whalez.testing.fake_driver import FakeDriver, FakeMachine, fake_processes, is_reached, read_word, write_word
 
 
 def make_layout(world: int) -> SlabLayout:
@@ -37,6 +41,54 @@ def entry_of(slabs: Any, **fields: Any) -> SlabEntry:
     return SlabEntry(**{**entry, "ticket": slabs.ticket, **fields} if "ticket" not in fields else {**entry, **fields})
 
 
+# ---- the doorbell kernels, as the fake driver runs them -----------------------------------------------------------
+def image(kernel: Kernel) -> bytes:
+    """What stands for a kernel's machine code."""
+    return kernel.name.encode()
+
+
+def _members(world: int, masks: list[int]) -> list[int]:
+    bits = sum(mask << 64 * i for i, mask in enumerate(masks))
+    return [peer for peer in range(world) if bits >> peer & 1]
+
+
+def _ring(grid: Any, block: Any, shared: int, arguments: list[Any]) -> None:
+    lines, world, *masks, value = arguments
+    for peer in _members(world, masks):
+        write_word(read_word(lines + 8 * peer), value)
+
+
+class _Wait:
+    """The bounded wait: looks once each time it is run."""
+
+    def __init__(self) -> None:
+        self.begun: dict[tuple[int, int], int] = {}
+
+    def __call__(self, grid: Any, block: Any, shared: int, arguments: list[Any]) -> bool:
+        lines, world, *masks, value, budget_ns, _progress, report, tag = arguments
+        if read_word(report):
+            return True
+        for peer in _members(world, masks):
+            seen = read_word(lines + LINE_BYTES * peer)
+            if not is_reached(seen, value):
+                waited = monotonic_ns() - self.begun.setdefault((lines, value), monotonic_ns())
+                if waited < budget_ns:
+                    return False
+                for i, word in ((1, peer), (2, tag), (3, value), (4, seen), (5, waited), (0, 1)):
+                    write_word(report + 8 * i, word)
+                return True
+        return True
+
+
+def fake_kernels() -> dict[bytes, tuple[str, Any]]:
+    runners: list[tuple[Kernel, Any]] = [
+        (doorbell_ring_kernel, _ring),
+        (doorbell_wait_kernel, _Wait()),
+        (doorbell_write_kernel, lambda grid, block, shared, arguments: write_word(*arguments)),
+    ]
+    return {image(kernel): (codes_of(kernel), runner) for kernel, runner in runners}
+
+
 class Rank:
     """One rank of a fake world."""
 
@@ -59,6 +111,7 @@ def fake_world(
     """`world` ranks with provider `name`, closed at the end; nothing may be left of them then."""
     fds = len(os.listdir("/proc/self/fd"))
     shared = FakeMachine()
+    options.setdefault("kernels", fake_kernels())
     fakes = [FakeDriver(machines(rank) if machines else shared, **options) for rank in range(world)]
     layout = make_layout(world)
     with fake_processes(*fakes):

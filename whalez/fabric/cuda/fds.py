@@ -23,9 +23,9 @@ TOKEN_BYTES: Final = 16
 _NAME_BYTES: Final = 16
 HANDLE_BYTES: Final = _NAME_BYTES + TOKEN_BYTES
 _UCRED: Final = struct.Struct("3i")
-#: How long a peer asks, and how long one silent peer may hold up the others.
-ASK_S: Final = 0.8
-ANSWER_S: Final = 0.2
+#: How long a peer asks (one whose server is gone is refused at once), and how long a silent one may hold up the others.
+ASK_S: Final = 10.0
+ANSWER_S: Final = 1.0
 
 
 def _address(name: bytes) -> bytes:
@@ -76,7 +76,7 @@ class FdServer:
         """Idempotent. Blocks: for the answer in progress, bounded by its time-out."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(4 * ANSWER_S)
+        self._thread.join(3 * ANSWER_S)
         self._socket.close()
 
 

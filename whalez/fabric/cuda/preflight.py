@@ -91,15 +91,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 # ---- the decision, pure ---------------------------------------------------------------------------------------------
 def objection(ballots: Sequence[Ballot], provider: str) -> str:
     """Why the world cannot use a provider; "" if all ranks can."""
-    against = []
-    for ballot in ballots:
-        probe = ballot.probe(provider)
-        if probe.words:
-            against.append(f"rank {ballot.rank} on {ballot.host}: {probe.words}")
-        against += [f"rank {ballot.rank} on {ballot.host}: peer {peer}: {why}" for peer, why in probe.failed.items()]
+    own = [(ballot, ballot.probe(provider).words) for ballot in ballots]
+    of_peers = [
+        (ballot, f"peer {peer}: {why}") for ballot in ballots for peer, why in ballot.probe(provider).failed.items()
+    ]
+    # What a rank says of itself comes first: what others say of it may only be the consequence.
+    against = [f"rank {ballot.rank} on {ballot.host}: {words}" for ballot, words in [*own, *of_peers] if words]
     if not against:
         return ""
-    text = against[0] if len(against) == 1 else f"{against[0]} (and {len(against) - 1} more like it)"
+    text = against[0] if len(against) == 1 else f"{against[0]} (and {len(against) - 1} more)"
     sick = suspects(ballots, provider)
     return f"{text}; look at {', '.join(sick)} first" if sick else text
 
@@ -221,8 +221,6 @@ class _Attempt:
                 continue
             with self._noted(peer):
                 self._opened[peer] = self._slabs.open(entries[peer])
-        with self._noted():
-            self._slabs.unlink()
 
     def arm(self) -> None:
         """Block a stream in a wait for the rings of all peers, when all that is made has been made."""
@@ -267,11 +265,14 @@ class _Attempt:
             for peer in rung_by:
                 seen = self._seen(peer)
                 if seen != _RUNG + peer:
-                    raise FabricError(f"{self.name}: rank {peer} rang {_RUNG + peer:#x}, but {seen:#x} stands in the slab")
+                    raise FabricError(
+                        f"{self.name}: rank {peer} rang {_RUNG + peer:#x}, but {seen:#x} stands in the slab"
+                    )
 
     def unmap(self) -> None:
         """When no stream of this rank is blocked any more."""
         with self._noted():
+            self._slabs.unlink()  # not before the gather that says that all have opened
             self._slabs.close_peers()
 
     def _seen(self, peer: int) -> int:
@@ -294,10 +295,11 @@ class _Attempt:
                 _finish(self._streams[0], f"{self.name}: a wait that was released")
 
     def close(self) -> None:
-        """Give everything back."""
-        for each in (*self._streams, self._slabs):
-            with self._noted():
-                each.close()
+        """Give everything back; what fails is tried once more."""
+        for give_back in (*(stream.close for stream in self._streams), self._slabs.close):
+            for _ in range(2):
+                with self._noted():
+                    give_back()
 
     def probe(self) -> Probe:
         return Probe(provider=self.name, words=self.words, failed=dict(self.failed))

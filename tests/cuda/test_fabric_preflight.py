@@ -1,0 +1,320 @@
+"""Finding out by doing which provider a world can use, and deciding together; over the fake driver."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+
+from helpers.cuda_world import fake_kernels, image
+from whalez.errors import CapabilityMissing
+from whalez.fabric.cuda import preflight as module
+from whalez.fabric.cuda.driver import Device, Driver
+from whalez.fabric.cuda.preflight import Ballot, Memops, Probe, choose, preflight, suspects
+from whalez.fabric.cuda.providers import PROVIDERS
+from whalez.testing.fake_driver import FakeDomain, FakeDriver, FakeMachine, fake_processes
+
+EVERY = tuple(PROVIDERS)
+
+
+class Gathering:
+    """An allgather between threads."""
+
+    def __init__(self, world: int) -> None:
+        self.barrier = threading.Barrier(world, timeout=20)
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        self.world = world
+
+    def of(self, rank: int) -> Callable[[bytes], Sequence[bytes]]:
+        count = itertools.count()
+
+        def gather(mine: bytes) -> list[bytes]:
+            here = next(count)
+            self.rounds.setdefault(here, {})[rank] = mine
+            self.barrier.wait()
+            return [self.rounds[here][each] for each in range(self.world)]
+
+        return gather
+
+
+def run(machines: list[FakeMachine], **options: Any) -> list[list[Ballot]]:
+    """The preflight of one rank per entry of `machines`; what each of them was told. Nothing is left."""
+    fakes = [
+        FakeDriver(
+            machine, kernels=fake_kernels(), **{k: v[rank] if isinstance(v, list) else v for k, v in options.items()}
+        )
+        for rank, machine in enumerate(machines)
+    ]
+    gathering = Gathering(len(machines))
+    results: dict[int, list[Ballot]] = {}
+    errors: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            with Device(Driver(fakes[rank]), 0) as device:
+                results[rank] = preflight(
+                    device,
+                    rank=rank,
+                    world=len(machines),
+                    host=f"host-{machines.index(machines[rank])}",
+                    gather=gathering.of(rank),
+                    machine=machines[rank].identity,
+                    image=image,
+                )
+        except BaseException as error:
+            errors.append(error)
+            gathering.barrier.abort()
+
+    with fake_processes(*fakes):
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(machines))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not errors, errors
+        for fake in fakes:
+            assert fake.leaks() == {}
+            assert fake.machine.violations == []
+            assert not any(gpu.used for gpu in fake.machine.gpus)
+    assert len(gathering.rounds) == 4
+    return [results[rank] for rank in range(len(machines))]
+
+
+# ---- doing it -----------------------------------------------------------------------------------------------------
+def test_a_good_machine_can_do_everything_and_the_fabric_is_chosen() -> None:
+    told = run([FakeMachine()] * 3)
+    assert told[0] == told[1] == told[2]
+    assert [ballot.rank for ballot in told[0]] == [0, 1, 2]
+    for ballot in told[0]:
+        assert all(probe == Probe(provider=name) for name, probe in zip(EVERY, ballot.probes, strict=True))
+        assert ballot.wait_by == "memop"
+    assert str(choose(told[0])) == "slabs: fabric"
+
+
+def test_memory_operations_are_tried_on_own_and_on_imported_memory() -> None:
+    """Refused on imported memory, as reported; the kernel's store through the same mapping works."""
+    memops = run([FakeMachine()] * 2)[0][0].memops
+    refused = "cuStreamWriteValue64 -> 1 CUDA_ERROR_INVALID_VALUE", "cuStreamBatchMemOp -> 1 CUDA_ERROR_INVALID_VALUE"
+    assert memops == Memops(write_imported=refused[0], wait_imported=refused[1])
+    assert run([FakeMachine()] * 2, imported_memops=True)[0][0].memops == Memops()
+
+
+def test_a_slow_rank_can_still_open_what_a_fast_one_has_made() -> None:
+    """Nobody gives up its socket before all have said that they have opened."""
+
+    def slow(name: str, arguments: tuple[Any, ...]) -> int:
+        if name == "cuMemImportFromShareableHandle":
+            time.sleep(0.1)
+        return 0
+
+    told = run([FakeMachine()] * 3, refuse=[None, slow, None])
+    assert choose(told[0], "posix_fd").provider == "posix_fd"
+
+
+def test_without_memory_operations_ranks_wait_by_kernel() -> None:
+    told = run([FakeMachine()] * 2, memops=[True, False])
+    assert [ballot.wait_by for ballot in told[0]] == ["memop", "spin"]
+    assert told[0][1].memops is not None
+    assert told[0][1].memops.wait_local == "cuStreamBatchMemOp -> 801 CUDA_ERROR_NOT_SUPPORTED"
+    assert choose(told[0]).provider == "fabric"
+
+
+def test_without_imex_it_says_so_and_takes_descriptors() -> None:
+    """The attribute says that fabric handles exist; cuMemCreate says 800."""
+    ballots = run([FakeMachine(imex=False)] * 2)[0]
+    choice = choose(ballots)
+    assert choice.provider == "posix_fd"
+    assert "fabric unavailable: rank 0 on host-0: " in str(choice)
+    assert "cuMemCreate -> 800 CUDA_ERROR_NOT_PERMITTED: this process has no IMEX channel" in str(choice)
+
+
+def test_what_was_asked_for_by_name_is_never_replaced() -> None:
+    ballots = run([FakeMachine(imex=False)] * 2)[0]
+    with pytest.raises(CapabilityMissing, match=r"fabric was asked for and is unavailable: rank 0 .* 800"):
+        choose(ballots, "fabric")
+    assert choose(ballots, "cuda_ipc").provider == "cuda_ipc"
+    with pytest.raises(CapabilityMissing, match="expected auto or one of fabric, posix_fd, cuda_ipc"):
+        choose(ballots, "nccl")
+
+
+def test_across_machines_only_the_fabric_is_left() -> None:
+    domain = FakeDomain()
+    machines = [FakeMachine(domain=domain), FakeMachine(domain=domain)]
+    begun = time.monotonic()
+    ballots = run([machines[0], machines[0], machines[1]])[0]
+    assert time.monotonic() - begun < 5
+    assert choose(ballots).provider == "fabric"
+    for name in ("posix_fd", "cuda_ipc"):
+        with pytest.raises(CapabilityMissing, match="rank 2 is on another machine"):
+            choose(ballots, name)
+
+
+def test_machines_without_a_common_fabric_have_nothing() -> None:
+    ballots = run([FakeMachine(), FakeMachine()])[0]
+    with pytest.raises(CapabilityMissing) as caught:
+        choose(ballots)
+    assert all(f"{name}: rank 0 on host-0: peer 1: " in str(caught.value) for name in EVERY)
+
+
+def test_one_dead_imex_daemon_is_found_among_three_machines() -> None:
+    """Importers everywhere are told 801; the machine that all failures share is named."""
+    domain = FakeDomain()
+    machines = [FakeMachine(domain=domain) for _ in range(3)]
+
+    def dies(name: str, arguments: tuple[Any, ...]) -> int:
+        machines[1].imex = machines[1].imex and name != "cuMemImportFromShareableHandle"
+        return 0
+
+    ballots = run([machines[0], machines[0], machines[1], machines[2]], refuse=dies)[0]
+    assert suspects(ballots, "fabric") == ("host-2",)  # named by its first rank
+    with pytest.raises(CapabilityMissing, match=r"more\); look at host-2 first"):
+        choose(ballots, "fabric")
+
+
+def test_a_world_of_one_needs_no_peer() -> None:
+    ballots = run([FakeMachine()])[0]
+    assert choose(ballots).provider == "fabric"
+    assert ballots[0].wait_by == "memop"
+
+
+def test_a_store_that_does_not_arrive_is_not_taken_for_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Barriers that did nothing have been shipped: here the wait must have blocked, and end by the ring alone."""
+    monkeypatch.setattr(module, "ARRIVAL_S", 0.2)
+    silent = {name: (codes, lambda *_: None) for name, (codes, _) in fake_kernels().items()}
+    fakes_kernels = [silent, fake_kernels()]
+    original = FakeDriver.__init__
+
+    def init(self: FakeDriver, machine: Any = None, **options: Any) -> None:
+        options["kernels"] = fakes_kernels.pop()
+        original(self, machine, **options)
+
+    monkeypatch.setattr(FakeDriver, "__init__", init)
+    ballots = run([FakeMachine()] * 2)[0]
+    with pytest.raises(CapabilityMissing, match=r"fabric: rank 0 .*a wait for rings that came did not end"):
+        choose(ballots)
+
+
+def test_a_wait_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    import whalez.testing.fake_driver as fake_driver
+
+    monkeypatch.setattr(fake_driver, "is_reached", lambda seen, value: True)
+    with pytest.raises(CapabilityMissing, match="was over at once: it does not wait"):
+        choose(run([FakeMachine()] * 2)[0])
+
+
+def test_a_rank_that_cannot_even_load_a_kernel_votes_all_the_same() -> None:
+    def refuse(name: str, arguments: tuple[Any, ...]) -> int:
+        return 209 * (name == "cuLibraryLoadData")
+
+    ballots = run([FakeMachine()] * 2, refuse=[None, refuse])[1]
+    with pytest.raises(CapabilityMissing, match=r"rank 1 on host-0: loading doorbell_write_kernel: .* 209 "):
+        choose(ballots)
+
+
+def test_an_error_at_any_call_of_one_rank_is_in_the_vote_and_leaves_nothing() -> None:
+    """Every call of rank 1 fails once; nobody hangs, nothing is left, and what does not work is not chosen."""
+    count = 150
+    chosen, refusals = set(), []
+    for at in range(8, count, 3):  # before 8 there is no device
+        machine = FakeMachine()
+        index = itertools.count()
+
+        def refuse(name: str, arguments: tuple[Any, ...], at: int = at, index: Any = index) -> int:
+            return 999 * (next(index) == at and name not in {"cuDevicePrimaryCtxRelease", "cuStreamDestroy"})
+
+        try:
+            ballots = run([machine, machine], refuse=[None, refuse])[0]
+        except AssertionError as error:
+            if "DriverError" in str(error):  # the device itself could not be opened
+                continue
+            raise
+        try:
+            chosen.add(choose(ballots).provider)
+        except CapabilityMissing as error:
+            refusals.append(str(error))
+    assert all("999 CUDA_ERROR_UNKNOWN" in refusal for refusal in refusals), refusals
+    assert "fabric" in chosen and "posix_fd" in chosen  # some failures came after the vote, some cost the fabric
+
+
+def test_a_gather_that_fails_leaves_nothing() -> None:
+    fake = FakeDriver(kernels=fake_kernels())
+    for last in range(4):
+        count = itertools.count()
+
+        def gather(mine: bytes, count: Any = count, last: int = last) -> list[bytes]:
+            if next(count) == last:
+                raise CapabilityMissing("rank 1 died")
+            return [mine]
+
+        with fake_processes(fake), Device(Driver(fake), 0) as device:
+            with pytest.raises(CapabilityMissing, match="rank 1 died"):
+                preflight(device, rank=0, world=1, host="here", gather=gather, image=image)
+            assert fake.leaks() == {"contexts": 1}
+
+
+# ---- the decision ---------------------------------------------------------------------------------------------------
+def ballot(rank: int, machine: str, **failed: dict[int, str] | str) -> Ballot:
+    probes = []
+    for name in EVERY:
+        what = failed.get(name, {})
+        probes.append(Probe(provider=name, words=what) if isinstance(what, str) else Probe(provider=name, failed=what))
+    return Ballot(
+        rank=rank,
+        host=f"host-{machine}",
+        machine=machine.encode(),
+        device="x",
+        driver_version=13_000,
+        probes=tuple(probes),
+        memops=Memops(),
+    )
+
+
+def test_one_objection_is_enough() -> None:
+    ballots = [ballot(rank, "a") for rank in range(7)] + [ballot(7, "a", fabric="no", posix_fd={3: "EPERM"})]
+    choice = choose(ballots)
+    assert choice.provider == "cuda_ipc"
+    assert choice.reasons == {"fabric": "rank 7 on host-a: no", "posix_fd": "rank 7 on host-a: peer 3: EPERM"}
+    for order in itertools.permutations(ballots[5:]):
+        assert choose([*ballots[:5], *order]).provider == "cuda_ipc"
+
+
+def test_a_provider_that_was_not_tried_is_not_chosen() -> None:
+    one = ballot(0, "a")
+    without = Ballot(rank=1, host="h", machine=b"a", device="x", driver_version=1, probes=one.probes[1:], memops=None)
+    assert choose([one, without]).provider == "posix_fd"
+    assert without.wait_by == "spin"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([], ()),
+        ([(0, 1), (1, 0), (1, 2), (2, 1)], ("host-1",)),
+        ([(0, 1), (1, 0), (1, 2)], ()),  # something still crosses its border
+        ([(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)], ()),  # all of them: none stands out
+    ],
+)
+def test_the_machine_that_explains_all_failures_is_named(
+    pairs: list[tuple[int, int]], expected: tuple[str, ...]
+) -> None:
+    ballots = [ballot(rank, str(rank), fabric={peer: "801" for one, peer in pairs if one == rank}) for rank in range(3)]
+    assert suspects(ballots, "fabric") == expected
+
+
+def test_by_hand_without_a_driver() -> None:
+    """The command says what is missing, at once, and exits non-zero."""
+    done = subprocess.run(
+        [sys.executable, "-m", "whalez.fabric.cuda.preflight"], capture_output=True, text=True, timeout=60
+    )
+    if done.returncode == 0:
+        pytest.skip("this machine has a GPU: " + done.stdout)
+    assert "preflight: " in done.stderr
+    assert "Traceback" not in done.stderr

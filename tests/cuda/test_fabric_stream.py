@@ -1,0 +1,228 @@
+"""The stream of a device over the recording fake: what entries ask of the driver, and what a superstep never asks."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+
+from numba.cuda import types
+
+from helpers.cuda_world import fake_kernels, image
+from whalez.errors import CapabilityMissing, FabricError
+from whalez.fabric.cuda.driver import Device, Driver, DriverError
+from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_write_kernel
+from whalez.fabric.cuda.stream import BATCH_MAX, CudaStream, KernelSet, codes_of
+from whalez.ops.device.kernel import Kernel
+from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, fake_processes, read_word
+
+ODD = Kernel(
+    "odd_kernel",
+    lambda *arguments: None,
+    (types.int32, types.CPointer(types.float32), types.float32, types.uint16, types.int64, types.float64, types.uint64),
+)
+#: Entries of a superstep: none of these allocates, frees, compiles, loads or waits for the device.
+SUPERSTEP = {"cuLaunchKernel", "cuStreamBatchMemOp", "cuStreamWriteValue64", "cuMemcpyAsync", "cuMemsetD8Async"}
+
+
+class Bench:
+    """One device with some memory and a stream."""
+
+    def __init__(self, stack: ExitStack, kernels: list[Kernel], **options: Any) -> None:
+        self.ran: list[Any] = []
+        known = fake_kernels() | {image(ODD): (codes_of(ODD), lambda *launch: self.ran.append(launch))}
+        self.fake = FakeDriver(kernels=known, **options)
+        stack.enter_context(fake_processes(self.fake))
+        self.device = stack.enter_context(Device(Driver(self.fake), 0))
+        self.device.bind()
+        self.memory = int(self.device.driver.cuMemAlloc(1 << 16))
+        stack.callback(lambda: self.device.driver.cuMemFree(self.memory))
+        ctypes.memset(self.memory, 0, 1 << 16)
+        self.kernels = stack.enter_context(KernelSet(self.device, kernels, image))
+        self.stream = stack.enter_context(CudaStream(self.device, self.kernels, has_memops=self.fake.memops))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with ExitStack() as stack:
+        made = Bench(stack, [ODD, doorbell_ring_kernel, doorbell_write_kernel])
+        yield made
+        stack.close()
+        assert made.fake.leaks() == {}
+
+
+def test_arguments_arrive_by_the_signature(bench: Bench) -> None:
+    assert codes_of(ODD) == "iQfHqdQ"
+    bench.stream.launch(ODD, (3, 2, 1), 64, 128, -5, bench.memory, 0.5, 65_535, -(2**40), 1e-300, 2**64 - 1)
+    bench.stream.launch(ODD, 1, (8, 4, 2), 0, 1, 0, -1.0, 0, 0, 0.0, 0)
+    first, second = bench.ran
+    assert first == ((3, 2, 1), (64, 1, 1), 128, [-5, bench.memory, 0.5, 65_535, -(2**40), 1e-300, 2**64 - 1])
+    assert second == ((1, 1, 1), (8, 4, 2), 0, [1, 0, -1.0, 0, 0, 0.0, 0])
+
+
+def test_an_argument_out_of_range_or_missing_is_an_error_before_the_launch(bench: Bench) -> None:
+    import struct
+
+    begun = len(bench.fake.calls)
+    for arguments in ((2**31, 0, 0.0, 0, 0, 0.0, 0), (0, -1, 0.0, 0, 0, 0.0, 0), (0, 0, 0.0)):
+        with pytest.raises(struct.error):
+            bench.stream.launch(ODD, 1, 1, 0, *arguments)
+    assert "cuLaunchKernel" not in bench.fake.names(begun)
+
+
+def test_a_kernel_that_was_not_loaded_is_not_compiled_now(bench: Bench) -> None:
+    with pytest.raises(KeyError, match="other"):
+        bench.stream.launch(Kernel("other", print, ()), 1, 1, 0)
+
+
+def test_a_superstep_neither_compiles_nor_allocates_nor_synchronises(bench: Bench) -> None:
+    stream, memory = bench.stream, bench.memory
+    table = np.array([memory + 4096], np.uint64)
+    ctypes.memmove(memory + 512, table.ctypes.data, 8)
+    stream.zero(memory, 8)  # a first entry binds the context to this thread
+    begun = len(bench.fake.calls)
+    for layer in range(50):
+        stream.zero(memory, 256)
+        stream.copy(memory + 256, memory, 256)
+        stream.launch(ODD, 1, 1, 0, layer, memory, 0.0, 0, 0, 0.0, 0)
+        stream.launch(doorbell_ring_kernel, 1, 1, 0, memory + 512, 1, 1, 0, 0, 0, layer + 1)
+        stream.wait_value((memory + 4096, layer + 1))
+        stream.write_value(memory + 4224, layer)
+    names = bench.fake.names(begun)
+    assert len(names) == 300  # one call per entry
+    assert set(names) == SUPERSTEP
+    assert stream.is_done()
+    assert read_word(memory + 4096) == 50
+
+
+def test_all_waits_of_a_beat_are_one_batch(bench: Bench) -> None:
+    memory = bench.memory
+    begun = len(bench.fake.calls)
+    bench.stream.wait_value(*[(memory + 128 * i, 0) for i in range(15)])
+    (call,) = [call for call in bench.fake.calls[begun:] if call.name == "cuStreamBatchMemOp"]
+    assert call.arguments[1] == len(call.arguments[2]) == 15
+    for i, operation in enumerate(call.arguments[2]):
+        assert int(operation.waitValue.address) == memory + 128 * i
+        assert (int(operation.waitValue.value64), operation.waitValue.flags) == (0, 0)  # GEQ
+    bench.stream.wait_value(*[(memory + 8 * i, 0) for i in range(BATCH_MAX + 3)])
+    counts = [call.arguments[1] for call in bench.fake.calls if call.name == "cuStreamBatchMemOp"]
+    assert counts == [15, BATCH_MAX, 3]
+
+
+def test_a_wait_blocks_what_comes_after_it_and_nothing_before(bench: Bench) -> None:
+    stream, memory = bench.stream, bench.memory
+    stream.write_value(memory + 8, 1)
+    stream.wait_value((memory, 7), (memory + 128, 2**63))
+    stream.write_value(memory + 16, 1)
+    assert not stream.is_done()
+    assert (read_word(memory + 8), read_word(memory + 16)) == (1, 0)
+    other = CudaStream(bench.device, bench.kernels)
+    other.write_value(memory, 7)
+    assert not stream.is_done()
+    other.write_value(memory + 128, 2**63)
+    assert stream.is_done()
+    assert read_word(memory + 16) == 1
+    other.close()
+
+
+@pytest.mark.parametrize(("value", "is_released"), [(2**63 - 1, True), (2**64 - 1, False)])
+def test_2_63_minus_1_releases_a_wait_and_2_64_minus_1_does_not(bench: Bench, value: int, is_released: bool) -> None:
+    """The comparison is (int64)(seen - value) >= 0: the largest number is -1."""
+    with CudaStream(bench.device, bench.kernels) as other:
+        bench.stream.wait_value((bench.memory, (2**40 + 1) * 2**20 + 5))
+        other.write_value(bench.memory, value)
+        assert bench.stream.is_done() is is_released
+        other.write_value(bench.memory, 2**63 - 1)
+        assert bench.stream.is_done()
+
+
+def test_without_memory_operations_a_store_is_a_kernel_and_a_wait_is_refused() -> None:
+    with ExitStack() as stack:
+        bench = Bench(stack, [doorbell_write_kernel], memops=False)
+        bench.stream.write_value(bench.memory, 2**63 + 5)
+        assert read_word(bench.memory) == 2**63 + 5
+        with pytest.raises(CapabilityMissing, match="refuses stream memory operations"):
+            bench.stream.wait_value((bench.memory, 1))
+        assert not {"cuStreamBatchMemOp", "cuStreamWriteValue64"} & set(bench.fake.names())
+
+
+def test_a_stream_works_in_a_thread_that_never_saw_the_context(bench: Bench) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            bench.stream.write_value(bench.memory, 3)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert errors == []
+    assert read_word(bench.memory) == 3
+
+
+def test_streams_are_not_ordered_against_the_default_stream(bench: Bench) -> None:
+    assert bench.fake.machine.violations == []
+    created = [call for call in bench.fake.calls if call.name == "cuStreamCreateWithPriority"]
+    assert [call.arguments for call in created] == [(1, 0)]
+
+
+def test_an_error_at_any_call_of_loading_is_named_and_leaves_nothing() -> None:
+    fake = FakeDriver()
+    with fake_processes(fake), Device(Driver(fake), 0) as device:
+        begun = len(fake.calls)
+        with KernelSet(device, [ODD, doorbell_write_kernel], image) as kernels, CudaStream(device, kernels):
+            pass
+        names = fake.names(begun)
+        assert names.count("cuKernelGetFunction") == 2  # not at the first launch, when another stream may be blocked
+        for at, call in enumerate(names):
+            fake.fail_at = len(fake.calls) + at
+            with pytest.raises(DriverError) as caught:
+                live(device)
+            assert caught.value.call == call
+            assert fake.leaks() == {"contexts": 1}, (at, call)
+
+
+def live(device: Device) -> None:
+    kernels = KernelSet(device, [ODD, doorbell_write_kernel], image)
+    try:
+        stream = CudaStream(device, kernels)
+        try:
+            stream.close()
+        except FabricError:
+            stream.close()
+            raise
+        kernels.close()
+    except FabricError:
+        kernels.close()
+        raise
+
+
+def test_a_kernel_that_takes_more_shared_memory_than_there_is() -> None:
+    fake = FakeDriver()
+    with fake_processes(fake), Device(Driver(fake), 0) as device:
+        big = Kernel("big_kernel", print, (), shared_bytes=232_449)
+        with pytest.raises(CapabilityMissing, match=r"big_kernel takes 232449 bytes .* this device has 232448"):
+            KernelSet(device, [big], image)
+        KernelSet(device, [Kernel("fits_kernel", print, (), shared_bytes=232_448)], image).close()
+        assert fake.names().count("cuKernelSetAttribute") == 1
+        assert fake.leaks() == {"contexts": 1}
+
+
+@pytest.mark.parametrize(("capability", "begins"), [((9, 0), b"\x7fELF"), ((12, 0), b"//")])
+def test_images_are_made_for_the_device_that_is_there(capability: tuple[int, int], begins: bytes) -> None:
+    """A cubin where there is one for the chip, PTX ending in a zero as the last resort."""
+    fake = FakeDriver(FakeMachine(gpus=[FakeGpu(capability=capability)]))
+    with fake_processes(fake), Device(Driver(fake), 0) as device:
+        KernelSet(device, [doorbell_write_kernel]).close()
+        (loaded,) = [call.arguments[0] for call in fake.calls if call.name == "cuLibraryLoadData"]
+        assert loaded.lstrip().startswith(begins)
+        assert (loaded[-1] == 0) or begins != b"//"

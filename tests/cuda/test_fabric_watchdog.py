@@ -1,0 +1,266 @@
+"""Launches that will not end, over the fake driver: what is reported, the stream drains, the device lives on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+
+from helpers.cuda_world import Rank, entry_of, fake_world, image
+from whalez.errors import DoorbellTimeout, FabricError
+from whalez.fabric.cuda.doorbell import RELEASED, BellMemory, DeviceBells, Peers, is_reached
+from whalez.fabric.cuda.driver import DriverError
+from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
+from whalez.fabric.cuda.stream import CudaStream, KernelSet
+from whalez.fabric.cuda.watchdog import Watchdog
+from whalez.fabric.doorbell import gang_value
+from whalez.fabric.layout import BELL_DATA, BELL_DISPATCH, BELL_FREE
+from whalez.testing.fake_driver import read_word, write_word
+
+KERNELS = [doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel]
+
+
+class Armed:
+    """A rank with bells and a watchdog."""
+
+    def __init__(self, stack: ExitStack, rank: Rank, addresses: list[int], **options: Any) -> None:
+        self.rank, self.fake, device = rank, rank.fake, rank.device
+        kernels = stack.enter_context(KernelSet(device, KERNELS, image))
+        memory = BellMemory(device, rank.slabs.layout, addresses, rank.slabs.rank)
+        stack.callback(memory.close)
+        self.stream = stack.enter_context(CudaStream(device, kernels, has_memops=rank.fake.memops))
+        self.bells = DeviceBells(
+            self.stream,
+            rank.slabs.layout,
+            addresses,
+            rank.slabs.rank,
+            tables=memory.tables,
+            report=memory.report,
+            wait_by="memop" if rank.fake.memops else "spin",
+            steps_per_launch=4,
+            **options,
+        )
+        self.watchdog = Watchdog(device, kernels, self.bells, self.stream)
+        stack.callback(self.watchdog.close)
+
+
+@pytest.fixture(params=["memop", "spin"])
+def world(request: pytest.FixtureRequest) -> Iterator[list[Armed]]:
+    with make(3, memops=request.param == "memop") as world:
+        yield world
+
+
+@contextmanager
+def make(world: int, *, memops: bool = True, budget_ns: int = 2 * 10**8) -> Iterator[list[Armed]]:
+    with fake_world("fabric", world, memops=memops) as ranks, ExitStack() as stack:
+        for rank in ranks:
+            rank.slabs.create()
+        table = [entry_of(rank.slabs) for rank in ranks]
+        slabs = [rank.slabs.open_all(table) for rank in ranks]
+        yield [
+            Armed(stack, rank, [slab.address for slab in mine], budget_ns=budget_ns)
+            for rank, mine in zip(ranks, slabs, strict=True)
+        ]
+
+
+def test_a_launch_that_ends_is_joined(world: list[Armed]) -> None:
+    first, second, third = world
+    peers = Peers.of([1, 2])
+    first.bells.wait(BELL_DATA, peers, 7)
+    for other in (second, third):
+        other.bells.ring(BELL_DATA, Peers.of([0]), 7)
+    first.watchdog.join(stuck_s=5)
+    first.bells.begin_launch()
+    assert first.bells.waits == []
+
+
+def test_a_peer_that_never_rings_is_named_with_window_expected_and_seen(world: list[Armed]) -> None:
+    """As when a rank is killed between publishing and ringing: every survivor says so and returns within the bound."""
+    first, second, third = world
+    old, new = gang_value(4, 11), gang_value(4, 12)
+    first.bells.ring(BELL_DATA, Peers.of([1]), new)
+    second.bells.ring(BELL_DATA, Peers.of([0]), new)
+    for survivor in (first, second):
+        others = Peers.of({0, 1} - {survivor.rank.slabs.rank})
+        third.bells.ring(BELL_DATA, Peers.of([survivor.rank.slabs.rank]), old)
+        survivor.bells.wait(BELL_DATA, others, new, layer=6)
+        survivor.bells.wait(BELL_DATA, Peers.of([2]), new, layer=6)
+        survivor.bells.wait(BELL_FREE, Peers.of([2]), new, layer=6)  # there is more behind it, and all of it drains
+        survivor.bells.wait(BELL_DATA, Peers.of([2]), new + 1, layer=7)
+    third.fake.calls.clear()  # it does nothing any more
+    for survivor in (first, second):
+        begun = time.monotonic()
+        with pytest.raises(DoorbellTimeout) as caught:
+            survivor.watchdog.join(stuck_s=0.2, slice_s=0.02)
+        assert time.monotonic() - begun < 2
+        error = caught.value
+        assert (error.peer, error.kind, error.expected, error.seen) == (2, "data", new, old)
+        assert error.where == "seq 4 window 12 layer 6"
+        assert survivor.stream.is_done()
+        assert survivor.bells.failed is error
+        with pytest.raises(AssertionError):  # nothing more is queued on a launch that failed
+            survivor.bells.ring(BELL_DATA, Peers.of([2]), new + 9)
+        with pytest.raises(AssertionError, match="the launch before failed"):
+            survivor.bells.begin_launch()
+        survivor.stream.zero(survivor.rank.slabs._slabs[0].address + 8192, 8)  # the device works
+        assert survivor.stream.is_done()
+    assert third.fake.calls == []
+
+
+def test_every_awaited_line_is_released_from_another_stream_and_no_other_line() -> None:
+    with make(3) as world:
+        first = world[0]
+        first.bells.wait(BELL_DATA, Peers.of([1]), 5)
+        first.bells.wait(BELL_DISPATCH, Peers.of([2]), 9)
+        begun = len(first.fake.calls)
+        assert first.watchdog.release(1.0)
+        writes = [call for call in first.fake.calls[begun:] if call.name == "cuStreamWriteValue64"]
+        lines = {first.bells.line(BELL_DATA, 1), first.bells.line(BELL_DISPATCH, 2)}
+        assert {(call.arguments[1], call.arguments[2]) for call in writes} == {(line, RELEASED) for line in lines}
+        assert all(call.arguments[0] != first.stream.handle for call in writes)
+        assert [read_word(first.bells.line(BELL_DATA, peer)) for peer in range(3)] == [0, RELEASED, 0]
+
+
+def test_a_late_ring_that_lowers_a_released_line_does_not_block_the_drain() -> None:
+    with make(2) as world:
+        first = world[0]
+        line = first.bells.line(BELL_DATA, 1)
+        first.bells.wait(BELL_DATA, Peers.of([1]), 5)
+        first.bells.wait(BELL_DATA, Peers.of([1]), 6)
+        lowered: list[int] = []
+
+        def lower(name: str, arguments: tuple[Any, ...]) -> int:
+            if name == "cuStreamQuery" and read_word(line) == RELEASED and not lowered:
+                lowered.append(1)
+                first.fake._streams[first.stream.handle].queue.append(
+                    ("wait again", lambda: is_reached(read_word(line), 7))
+                )
+                write_word(line, 4)
+            return 0
+
+        first.fake.refuse = lower
+        assert first.watchdog.release(2.0)
+        assert lowered
+
+
+def test_the_released_value_ends_every_wait_and_the_largest_one_would_not() -> None:
+    for value in (1, 5, gang_value(2**42, 2**20 - 1), 2**63 - 1):
+        assert is_reached(RELEASED, value)
+        assert not is_reached(2**64 - 1, value)
+    assert is_reached(5, 5) and is_reached(6, 5) and not is_reached(4, 5)
+
+
+def test_a_launch_is_not_stuck_while_somebody_in_the_world_gets_on() -> None:
+    with make(3) as world:
+        first, second, third = world
+        first.bells.wait(BELL_DATA, Peers.of([1]), 5)
+        stop = threading.Event()
+        seen: list[float] = []
+
+        def work() -> None:
+            for _ in range(12):
+                stop.wait(0.05)
+                third.bells.raise_progress()  # not even the rank that is waited for
+            second.bells.ring(BELL_DATA, Peers.of([0]), 5)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        begun = time.monotonic()
+        first.watchdog.join(stuck_s=0.3, slice_s=0.02, on_slice=lambda: seen.append(time.monotonic()))
+        assert time.monotonic() - begun > 0.4
+        assert len(seen) > 5
+        worker.join()
+
+
+def test_what_on_slice_raises_comes_through() -> None:
+    with make(2) as world:
+        first = world[0]
+        first.bells.wait(BELL_DATA, Peers.of([1]), 5)
+
+        def fatal() -> None:
+            raise FabricError("rank 1 died: killed")
+
+        with pytest.raises(FabricError, match="rank 1 died"):
+            first.watchdog.join(stuck_s=60, slice_s=0.01, on_slice=fatal)
+        assert first.watchdog.release(1.0)
+
+
+def test_a_stream_that_does_not_drain_is_told_and_joins_within_the_bound() -> None:
+    with make(2) as world:
+        first = world[0]
+        queue = first.fake._streams[first.stream.handle].queue
+        queue.append(("a kernel that does not end", lambda: False))
+        begun = time.monotonic()
+        with pytest.raises(FabricError, match=r"did not drain within 0.1 s.*a kernel does not end"):
+            first.watchdog.join(stuck_s=0.1, slice_s=0.02, drain_s=0.1)
+        assert time.monotonic() - begun < 2
+        assert first.bells.failed is not None
+        queue.clear()
+
+
+def test_a_kernel_that_failed_is_a_driver_error() -> None:
+    with make(2) as world:
+        first = world[0]
+        first.fake.refuse = lambda name, _: 700 * (name == "cuStreamQuery")
+        with pytest.raises(DriverError, match="cuStreamQuery -> 700 CUDA_ERROR_ILLEGAL_ADDRESS: a kernel"):
+            first.watchdog.join(stuck_s=1)
+        first.fake.refuse = None
+
+
+def test_a_peers_memory_that_cannot_be_read_any_more_does_not_stop_the_report() -> None:
+    with make(2) as world:
+        first = world[0]
+        theirs = first.bells.addresses[1]
+        size = first.rank.slabs.layout.nbytes
+
+        def gone(name: str, arguments: tuple[Any, ...]) -> int:
+            return 719 * (name == "cuMemcpyDtoHAsync" and theirs <= arguments[1] < theirs + size)
+
+        first.fake.refuse = gone
+        first.bells.wait(BELL_DATA, Peers.of([1]), 5, layer=3)
+        with pytest.raises(DoorbellTimeout, match="rank 1's data doorbell"):
+            first.watchdog.join(stuck_s=0.1, slice_s=0.02)
+        first.fake.refuse = None
+
+
+def test_watching_neither_allocates_nor_synchronises_nor_touches_the_blocked_stream() -> None:
+    """A call that waits for the device would wait for the very stream that is to be released."""
+    with make(2) as world:
+        first = world[0]
+        first.bells.wait(BELL_DATA, Peers.of([1]), 5)
+        begun = len(first.fake.calls)
+        with pytest.raises(DoorbellTimeout):
+            first.watchdog.join(stuck_s=0.1, slice_s=0.02)
+        names = set(first.fake.names(begun))
+        assert names == {"cuCtxSetCurrent", "cuStreamQuery", "cuMemcpyDtoHAsync", "cuStreamWriteValue64"}
+        created = [call for call in first.fake.calls if call.name == "cuStreamCreateWithPriority"]
+        assert [call.arguments[1] for call in created] == [0, -5]  # its own hardware queue
+
+
+def test_an_error_at_any_call_of_arming_leaves_nothing() -> None:
+    with fake_world("fabric", 2) as ranks:
+        for rank in ranks:
+            rank.slabs.create()
+        addresses = [slab.address for slab in ranks[0].slabs.open_all([entry_of(rank.slabs) for rank in ranks])]
+        held, fds = ranks[0].fake.leaks(), len(os.listdir("/proc/self/fd"))
+        begun = len(ranks[0].fake.calls)
+        with ExitStack() as stack:
+            Armed(stack, ranks[0], addresses)
+        names = ranks[0].fake.names(begun)
+        is_closing = next(
+            i for i, name in enumerate(names) if name in ("cuStreamDestroy", "cuMemFree", "cuMemFreeHost")
+        )
+        for at, call in enumerate(names[: is_closing - 1]):
+            ranks[0].fake.fail_at = len(ranks[0].fake.calls) + at
+            with pytest.raises(DriverError) as caught, ExitStack() as stack:
+                Armed(stack, ranks[0], addresses)
+            assert caught.value.call == call
+            assert ranks[0].fake.leaks() == held, (at, call)
+        assert len(os.listdir("/proc/self/fd")) == fds
