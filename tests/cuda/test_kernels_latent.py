@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("numba.cuda")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, draw, performed, sparse
 from helpers.mutate import assert_caught, changes

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-pytest.importorskip("numba.cuda")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.device_rows import BF16, Rows, assert_compact, chips, performed, rounded, sparse
 from helpers.mutate import assert_caught, changes

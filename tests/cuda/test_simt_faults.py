@@ -131,7 +131,7 @@ def test_read_past_the_end_names_thread_and_line_also_of_a_device_function():
 
 def test_write_before_the_start_is_a_fault():
     def k(x):
-        x[cuda.threadIdx.x - 1025] = 0
+        x[cuda.threadIdx.x - 1] = 0
 
     fails("invalid memory access", simt.jit(k, (f32p,)), 1, 1, simt.empty(1024))
 
@@ -180,8 +180,9 @@ def test_bytes_and_local_arrays_need_no_alignment():
             loc[i] = x[i + 1]
         x[0] = loc[n - 1]
 
-    x = np.arange(10, dtype="u1")
-    simt.jit(k)[1, 1](x, 9)
+    x = simt.array(np.arange(10), "u1")  # ends at a page, so its address is even
+    x = x[1:]  # and this one is odd
+    simt.jit(k)[1, 1](x, 8)
     assert x[0] == 9
 
 
@@ -443,6 +444,8 @@ def test_arguments_must_fit_the_signature():
     x = simt.zeros(1)
     k_[1, 1](x, -3, 1.5)
     assert x[0] == -1.5
+    k_[1, 1](x, -(1 << 20), 0.0)
+    assert x[0] == -(1 << 20)
     for bad, said in (((x, 1 << 31, 0.0), "argument 1"), ((x, 1.5, 0.0), "argument 1"), ((-1, 1, 0.0), "argument 0")):
         with pytest.raises(TypeError, match=said):
             k_[1, 1](*bad)

@@ -226,6 +226,7 @@ def test_order_of_blocks_follows_the_thread_order():
     drawn = {tuple(order_of_blocks(f"seed{i}")) for i in range(6)}
     assert len(drawn) > 3
     assert all(sorted(x) == list(range(7)) for x in drawn)
+    assert any((np.diff(x) % 7 != 1).any() for x in drawn)  # not only turned round
 
 
 def test_a_seed_gives_the_same_order_again():
@@ -325,7 +326,7 @@ def test_constants_locals_tuples_strides_and_1024_threads():
 
 def test_local_array_of_many_kilobytes_compiles_and_is_zeroed():
     def k(o, n):
-        loc = cuda.local.array(8192, types.float64)
+        loc = cuda.local.array(8192, types.int64)
         before = loc[n]
         for i in range(n):
             loc[i] = i + before
@@ -381,6 +382,24 @@ def test_named_barriers_between_producers_and_a_consumer(order):
     simt.jit(k)[1, 96](o, order=order)
     t = np.arange(32)
     assert (o == t * t + (t + 32) ** 2).all()
+
+
+@simt.orders()
+def test_arriving_at_a_barrier_does_not_wait(order):
+    """The consumer takes the two barriers in the other order; producers that waited would never reach the second."""
+
+    def k(o):
+        if cuda.threadIdx.x < 64:
+            bar_arrive(uint32(2))
+            bar_arrive(uint32(3))
+        else:
+            bar_wait(uint32(3))
+            bar_wait(uint32(2))
+            o[cuda.threadIdx.x - 64] = 1
+
+    o = np.zeros(32, "i4")
+    simt.jit(k)[1, 96](o, order=order)
+    assert o.all()
 
 
 def test_warpgroup_statement_with_tied_operands():

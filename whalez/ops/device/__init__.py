@@ -1,1 +1,1 @@
-"""What every CUDA kernel of whalez stands on: types, inline PTX, the kernel registry, compilation without a GPU, streams."""
+"""What every CUDA kernel stands on: types, inline PTX, the kernel registry, compilation without a GPU, streams."""

@@ -1,6 +1,7 @@
-"""Arithmetic on raw pointers inside kernels. A pointer `p[i]` indexes like C: no bounds, and no wrap of negative indices,
+"""Arithmetic on raw pointers inside kernels.
 
-which for a shared array costs a select per access and hides from the compiler which accesses are 16 bytes wide.
+A pointer `p[i]` indexes like C: no bounds, and no wrap of negative indices, which for a shared array costs a select per
+access and hides from the compiler which accesses are 16 bytes wide.
 """
 
 from __future__ import annotations

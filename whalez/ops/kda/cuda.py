@@ -58,17 +58,20 @@ WARPS = DECODE_THREADS // 32
 # ---- row-wise ---------------------------------------------------------------------------------------------------
 
 
-@kernel("kda_gate_kernel", f32p, i64, f32p, f32p, i64, i64)
+@kernel("kda_gate_kernel", f32p, i64, f32p, f32p, i64, i64, block=THREADS)
 def kda_gate_kernel(g_f: Any, f_stride: Any, g_a_log: Any, g_dt_bias: Any, heads: Any, key_dim: Any) -> None:
-    """One block per row."""
-    row = i64(cuda.blockIdx.x) * f_stride
-    for x in range(cuda.threadIdx.x, heads * key_dim, THREADS):
-        r = g_f[row + x] + g_dt_bias[x]
-        softplus = max(r, f32(0.0)) + math.log1p(math.exp(-abs(r)))
-        g_f[row + x] = -math.exp(g_a_log[x // key_dim]) * softplus
+    """One block per row, a warp per head."""
+    lane = cuda.threadIdx.x % 32
+    for i_head in range(cuda.threadIdx.x // 32, heads, THREADS // 32):
+        factor = -math.exp(g_a_log[i_head])
+        g_row = offset(g_f, i64(cuda.blockIdx.x) * f_stride + i_head * key_dim)
+        g_bias = offset(g_dt_bias, i_head * key_dim)
+        for x in range(lane, key_dim, 32):
+            r = g_row[x] + g_bias[x]
+            g_row[x] = factor * (max(r, f32(0.0)) + math.log1p(math.exp(-abs(r))))
 
 
-@kernel("kda_beta_kernel", f32p, i64, i64, i64)
+@kernel("kda_beta_kernel", f32p, i64, i64, i64, block=THREADS)
 def kda_beta_kernel(g_b: Any, b_stride: Any, rows: Any, heads: Any) -> None:
     x = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
     if x < rows * heads:
@@ -81,7 +84,7 @@ def kda_beta_kernel(g_b: Any, b_stride: Any, rows: Any, heads: Any) -> None:
 
 @cuda.jit(device=True, forceinline=True)
 def load_rows_block(s_to: Any, pitch: Any, g_from: Any, stride: Any, rows: Any, width: Any) -> None:
-    """Begin to copy g_from [rows, width] to s_to [rows, pitch], both on 16 bytes; there after the wait and a barrier."""
+    """Begin to copy g_from [rows, width] to s_to [rows, pitch], both on 16 bytes; await_rows_block ends it."""
     quads = width // 4
     first = cuda.threadIdx.x // quads
     column = cuda.threadIdx.x % quads * 4
@@ -107,6 +110,7 @@ def _rows_times(rows: int, groups: int) -> Any:
     ) -> None:
         """acc[r, 4 n + c] += sum over i < count of a[a_at + r a_step + i] b[b_at + i b_pitch + 64 n + c]."""
         a = cuda.local.array((rows, 4), f32)
+        b = cuda.local.array(4, f32)
         for i in range(0, count, 4):
             for r in range(rows):
                 for x in range(4):
@@ -114,9 +118,10 @@ def _rows_times(rows: int, groups: int) -> Any:
             for x in range(4):
                 for n in range(groups):
                     for c in range(4):
-                        b = s_b[b_at + (i + x) * b_pitch + 64 * n + c]
+                        b[c] = s_b[b_at + (i + x) * b_pitch + 64 * n + c]
+                    for c in range(4):
                         for r in range(rows):
-                            acc[r, 4 * n + c] += a[r, x] * b
+                            acc[r, 4 * n + c] += a[r, x] * b[c]
 
     return rows_times_thread
 
@@ -175,7 +180,7 @@ def _prepare(dim: int) -> Kernel:
 
     @cuda.jit(device=True, forceinline=True)
     def solve_rows_thread(x: Any, s_a: Any, g_column: Any, first: Any) -> None:
-        """Rows first .. first + SOLVED of one column of (I + A)^-1 y by forward substitution, from y in x to g_column."""
+        """SOLVED rows from `first` on of a column of (I + A)^-1 y, by forward substitution; y comes in x."""
         for j in range(first):
             solved = g_column[j * dim]
             for r in range(SOLVED):
@@ -683,9 +688,10 @@ def _compose(dim: int) -> Kernel:
         s_even = offset(s_state, stages_at)  # [dim, PITCH] sixteen columns of M
         s_odd = offset(s_even, stage)
         acc = cuda.local.array((thread_rows, thread_columns), f32)
+        g_left, g_right = g_m, g_state
 
-        load_rows_block(s_state, dim, g_state, dim, dim, dim)
-        load_rows_block(s_even, PITCH, g_m, dim, dim, SLICE)
+        load_rows_block(s_state, dim, g_right, dim, dim, dim)
+        load_rows_block(s_even, PITCH, g_left, dim, dim, SLICE)
         cp_async_commit()
         for r in range(thread_rows):
             for n in range(groups):
@@ -693,12 +699,12 @@ def _compose(dim: int) -> Kernel:
                     acc[r, 4 * n + c] = g_d[(t_y + threads_y * r) * dim + 64 * n + 4 * t_x + c]
         for i in range(0, dim, 2 * SLICE):
             await_rows_block()
-            load_rows_block(s_odd, PITCH, offset(g_m, i + SLICE), dim, dim, SLICE)
+            load_rows_block(s_odd, PITCH, offset(g_left, i + SLICE), dim, dim, SLICE)
             cp_async_commit()
             products(acc, s_even, t_y * PITCH, threads_y * PITCH, s_state, i * dim + 4 * t_x, dim, SLICE)
             await_rows_block()
             if i + 2 * SLICE < dim:
-                load_rows_block(s_even, PITCH, offset(g_m, i + 2 * SLICE), dim, dim, SLICE)
+                load_rows_block(s_even, PITCH, offset(g_left, i + 2 * SLICE), dim, dim, SLICE)
                 cp_async_commit()
             products(acc, s_odd, t_y * PITCH, threads_y * PITCH, s_state, (i + SLICE) * dim + 4 * t_x, dim, SLICE)
         for r in range(thread_rows):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 import types as python_types
@@ -117,35 +118,59 @@ class Compiled:
     def has(self, pc: int) -> bool:
         return self.entry <= pc < self.entry + len(self._object)
 
-    def line_of(self, pc: int) -> str | None:
-        """`file.py:12` of the instruction before pc; of an inlined device function also where it was called."""
-        if not (self._object and shutil.which("addr2line") and shutil.which("nm")):
-            return None
+    def lines_of(self, pcs: Sequence[int]) -> dict[int, str]:
+        """`file.py:12` of the instruction before each pc; of an inlined device function also where it was called.
+
+        Empty without addr2line, which comes with the C compiler.
+        """
+        start = _symbol_offset(self._object, b"simt_entry")
+        if start is None or not shutil.which("addr2line"):
+            return {}
         with tempfile.NamedTemporaryFile(suffix=".o") as f:
             f.write(self._object)
             f.flush()
-            symbols = subprocess.run(["nm", f.name], capture_output=True, text=True, check=False).stdout
-            start = re.search(r"^([0-9a-f]+) T simt_entry$", symbols, re.M)
-            if not start:
-                return None
-            at = pc - 1 - self.entry + int(start[1], 16)
-            command = ["addr2line", "-i", "-e", f.name, hex(at)]
+            at = [hex(pc - 1 - self.entry + start) for pc in pcs]
+            command = ["addr2line", "-a", "-i", "-e", f.name, *at]
             output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        places = [os.path.relpath(x) for x in output.split() if re.search(r":[1-9]\d*$", x)]
-        places = [x if not x.startswith("../") else os.path.basename(x) for x in places]
-        return ", inlined at ".join(places) or None
+        lines = {}
+        for pc, part in zip(pcs, re.split(r"^0x[0-9a-f]+$", output, flags=re.M)[1:], strict=False):
+            places = [os.path.relpath(x) for x in part.split() if re.search(r":[1-9]\d*$", x)]
+            places = [x if not x.startswith("../") else os.path.basename(x) for x in places]
+            if places:
+                lines[pc] = ", inlined at ".join(places)
+        return lines
 
 
 _compiled = weakref.WeakSet()
 
 
-def place_of(pc: int) -> str:
-    """Kernel and source line of a program counter, as far as they are known."""
+def places_of(pcs: Sequence[int]) -> dict[int, str]:
+    """Kernel and source line of program counters, as far as they are known."""
+    places = dict.fromkeys(pcs, "a place outside the kernels")
     for c in _compiled:
-        if c.has(pc) and (line := c.line_of(pc)):
-            return f"{c.name}, {line}"
-    inside = [c.name for c in _compiled if c.has(pc)]
-    return f"{inside[0]}, line unknown" if inside else "a place outside the kernels"
+        inside = [pc for pc in places if c.has(pc)]
+        lines = c.lines_of(inside) if inside else {}
+        for pc in inside:
+            if pc in lines or "outside" in places[pc]:
+                places[pc] = f"{c.name}, {lines.get(pc, 'line unknown')}"
+    return places
+
+
+def _symbol_offset(elf: bytes, name: bytes) -> int | None:
+    """Where in its section a symbol of an ELF64 object stands."""
+    if elf[:5] != b"\x7fELF\x02":
+        return None
+    table, size, count = *struct.unpack_from("<Q", elf, 0x28), *struct.unpack_from("<HH", elf, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
+    for section in sections:
+        if section[1] == 2:  # SHT_SYMTAB; link is the section of its strings
+            strings = sections[section[6]][4]
+            for at in range(section[4], section[4] + section[5], 24):
+                at_name, value = struct.unpack_from("<I", elf, at)[0], struct.unpack_from("<Q", elf, at + 8)[0]
+                begin = strings + int(at_name)
+                if elf[begin : begin + len(name) + 1] == name + b"\0":
+                    return int(value)
+    return None
 
 
 def _parameter_type(parameter: str) -> str:
@@ -219,7 +244,7 @@ _jitted: dict[tuple[Any, ...], SimtKernel] = {}
 
 
 def jit(kernel: Any, signature: Sequence[Any] | None = None, **options: Any) -> SimtKernel:
-    """The kernel, ready to run here. What has a signature is compiled once per process.
+    """The kernel, ready to run here; compiled once per process for each list of argument types.
 
     Args:
         kernel:    a Kernel of ops/device (function and signature), a plain function, or a @cuda.jit dispatcher
@@ -231,9 +256,8 @@ def jit(kernel: Any, signature: Sequence[Any] | None = None, **options: Any) -> 
         return kernel
     signature = signature or getattr(kernel, "signature", None)
     function = getattr(kernel, "function", kernel)
-    if signature is None or not hasattr(function, "__code__"):
-        return SimtKernel(kernel, signature, **options)
-    key = (function, tuple(signature), tuple(sorted(options.items())))
+    declared = [getattr(kernel, x, None) for x in ("name", "block", "shared_bytes")] if function is not kernel else []
+    key = (function, signature and tuple(signature), *declared, *sorted(options.items()))
     if key not in _jitted:
         _jitted[key] = SimtKernel(kernel, signature, **options)
     return _jitted[key]

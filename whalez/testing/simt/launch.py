@@ -14,7 +14,7 @@ from numba.cuda import types as numba_types
 from numba.cuda.typing.typeof import Purpose, typeof
 
 from whalez.testing.simt import emulation, memory
-from whalez.testing.simt.compile import jit, place_of
+from whalez.testing.simt.compile import jit, places_of
 from whalez.testing.simt.errors import SimtError
 from whalez.testing.simt.machine import FEED_FUNCTION, CLaunch, last_error, rt
 
@@ -178,4 +178,6 @@ def start(slots: Any, order: str, seed: int, spin_limit: int, cpu_s: float, feed
 def explain(message: str) -> str:
     """The machine's message with names for its numbers of statements and program counters."""
     message = re.sub(r"op#(\d+)", lambda m: emulation.op_name(int(m[1])), message)
-    return re.sub(r"pc#(0x[0-9a-f]+)", lambda m: f"({place_of(int(m[1], 16))})", message)
+    pcs = re.findall(r"pc#(0x[0-9a-f]+)", message)
+    places = places_of([int(pc, 16) for pc in pcs])
+    return re.sub(r"pc#(0x[0-9a-f]+)", lambda m: f"({places[int(m[1], 16)]})", message)
