@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo test test-long bench lint types contracts check clean
+.PHONY: demo test test-long bench lint types contracts kernels check clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -29,7 +29,11 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports
 
-check: lint types contracts test
+# Compiles every kernel for every chip and compares with docs/kernels.md; `python tools/kernel_report.py` writes it anew.
+kernels: $(READY)
+	$(BIN)/python tools/kernel_report.py --check
+
+check: lint types contracts kernels test
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whalez needs Python 3.11 or newer, this is " + sys.version.split()[0])'

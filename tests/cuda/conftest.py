@@ -1,4 +1,4 @@
-"""These tests need numba-cuda, which is in the extra `cuda`: without it they are not collected, and the header says so."""
+"""These tests need numba-cuda, of the extra `dev`: without it they are not collected, and the header says so."""
 
 from importlib.util import find_spec
 

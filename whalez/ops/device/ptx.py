@@ -27,7 +27,7 @@ _IR = {
 def _asm(
     result: Any, arguments: tuple[Any, ...], text: str, constraints: str, *, memory: bool
 ) -> tuple[Any, Callable[..., Any]]:
-    """Signature and code generator of one asm statement. `memory`: it reads or writes memory, or orders those who do."""
+    """Signature and code generator of one statement. `memory`: it reads or writes memory, or orders those who do."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         is_tuple = isinstance(result, types.UniTuple)
@@ -97,7 +97,8 @@ def mma_m16n8k16_bf16(
 
 @intrinsic
 def ldmatrix_x4(typingctx: Any, address: Any) -> Any:
-    """One warp: four 8x8 matrices of 16-bit values from shared memory; lane l gives the address of row l % 8 of l // 8."""
+    """One warp: four 8x8 matrices of 16-bit values from shared memory. Lane l gives the address of row l % 8 of matrix
+    l // 8 (16 bytes, aligned to 16) and gets of each matrix the values (l // 4, 2 (l % 4)) and its neighbour."""
     text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];"
     return _asm(_U4, (_U32,), text, "=r,=r,=r,=r,r", memory=True)
 

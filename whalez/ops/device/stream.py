@@ -15,7 +15,7 @@ class Stream(Protocol):
         ...
 
     def wait_value(self, *pairs: tuple[int, int]) -> None:
-        """Queue a wait until every u64 at `address` has reached `value`: (int64)(seen - value) >= 0, all in one batch."""
+        """Queue a wait until every u64 at `address` has reached `value`: (int64)(seen - value) >= 0, in one batch."""
         ...
 
     def write_value(self, address: int, value: int) -> None:

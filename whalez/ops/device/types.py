@@ -14,5 +14,6 @@ u32p = types.CPointer(types.uint32)
 u8p = types.CPointer(types.uint8)
 i64 = types.int64
 i32 = types.int32
+u32 = types.uint32
 u64 = types.uint64
 f32 = types.float32
