@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.cuda_world import fake_kernels, image
 from whalez.errors import CapabilityMissing

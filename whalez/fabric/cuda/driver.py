@@ -79,8 +79,8 @@ CALLS: Final = (
     "cuLaunchKernel",
 )
 
-#: CUDA 12.4: fabric handles and cuLibraryEnumerateKernels.
-DRIVER_VERSION_MIN: Final = 12_040
+#: The kernels are made by the tools of CUDA 13, and an older driver does not load their images. The calls need 12.4.
+DRIVER_VERSION_MIN: Final = 13_000
 
 #: Compute capability below which no kernel of whalez runs.
 CAPABILITY_MIN: Final = (8, 0)
