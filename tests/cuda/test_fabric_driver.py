@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from whalez.errors import CapabilityMissing, FabricError
 from whalez.fabric.cuda.driver import ADVICE, CALLS, Device, Driver, DriverError, Teardown, run_all
@@ -62,9 +62,9 @@ def test_no_cuda_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_driver_says_its_version_and_the_one_needed() -> None:
-    message = refused(version=12_020)
-    assert "cuDriverGetVersion -> 12020" in message
-    assert "CUDA 12.2" in message and "12.4" in message
+    message = refused(version=12_080)
+    assert "cuDriverGetVersion -> 12080" in message
+    assert "CUDA 12.8" in message and "13.0" in message
 
 
 def test_a_driver_that_lacks_a_function() -> None:

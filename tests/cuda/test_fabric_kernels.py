@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.cuda_world import make_layout
 from helpers.mutate import mutate

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.cuda_world import fake_kernels, image
 from whalez.errors import CapabilityMissing
@@ -20,7 +20,7 @@ from whalez.fabric.cuda import preflight as module
 from whalez.fabric.cuda.driver import Device, Driver
 from whalez.fabric.cuda.preflight import Ballot, Memops, Probe, choose, preflight, suspects
 from whalez.fabric.cuda.providers import PROVIDERS
-from whalez.testing.fake_driver import FakeDomain, FakeDriver, FakeMachine, fake_processes
+from whalez.testing.fake_driver import FakeDomain, FakeDriver, FakeMachine, fake_processes, write_word
 
 EVERY = tuple(PROVIDERS)
 
@@ -202,6 +202,20 @@ def test_a_store_that_does_not_arrive_is_not_taken_for_a_ring(monkeypatch: pytes
         choose(ballots)
 
 
+def test_a_ring_that_arrives_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the wait, for it is large enough; but it is not what the peer stored."""
+    codes, _ = fake_kernels()[b"doorbell_write_kernel"]
+    wrong = {b"doorbell_write_kernel": (codes, lambda grid, block, shared, words: write_word(words[0], words[1] + 1))}
+    original = FakeDriver.__init__
+
+    def init(self: FakeDriver, machine: Any = None, **options: Any) -> None:
+        original(self, machine, **{**options, "kernels": wrong})
+
+    monkeypatch.setattr(FakeDriver, "__init__", init)
+    with pytest.raises(CapabilityMissing, match=r"fabric: rank 1 rang 0x5eee, but 0x5eef stands in the slab"):
+        choose(run([FakeMachine()] * 2)[0])
+
+
 def test_a_wait_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import whalez.testing.fake_driver as fake_driver
 
@@ -258,6 +272,39 @@ def test_a_gather_that_fails_leaves_nothing() -> None:
             with pytest.raises(CapabilityMissing, match="rank 1 died"):
                 preflight(device, rank=0, world=1, host="here", gather=gather, image=image)
             assert fake.leaks() == {"contexts": 1}
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_a_peer_that_dies_in_between_leaves_nothing_blocked(last: int) -> None:
+    """What is given back waits for the device, so the streams that wait for the peer's rings are released first."""
+    machine = FakeMachine()
+    fakes = [FakeDriver(machine, kernels=fake_kernels()) for _ in range(2)]
+    gathering = Gathering(2)
+    said: list[str] = []
+
+    def one(rank: int) -> None:
+        count, gather = itertools.count(), gathering.of(rank)
+
+        def dying(mine: bytes) -> Sequence[bytes]:
+            if next(count) == last:
+                gathering.barrier.wait()  # both are here
+                raise CapabilityMissing(f"rank {1 - rank} died")
+            return gather(mine)
+
+        try:
+            with Device(Driver(fakes[rank]), 0) as device:
+                preflight(device, rank=rank, world=2, host="here", gather=dying, machine=machine.identity, image=image)
+        except CapabilityMissing as error:
+            said.append(str(error))
+
+    with fake_processes(*fakes):
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(said) == ["rank 0 died", "rank 1 died"]
+        assert [fake.leaks() for fake in fakes] == [{}, {}]
 
 
 # ---- the decision ---------------------------------------------------------------------------------------------------

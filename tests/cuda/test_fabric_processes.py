@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.cuda_world import Member, PeerProcess
 from whalez.errors import CapabilityMissing, DoorbellTimeout, FabricError

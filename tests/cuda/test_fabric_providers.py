@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.cuda_world import Rank, entry_of, fake_world, make_layout
 from whalez.errors import CapabilityMissing, FabricError, ShapeError
@@ -224,6 +225,14 @@ def live(name: str, fake: FakeDriver, owner: Rank) -> None:
         raise
 
 
+def settled_fds(expected: int) -> int:
+    """Open descriptors; the owner's thread may close its end of a connection a moment after the peer did."""
+    deadline = time.monotonic() + 5
+    while (count := len(os.listdir("/proc/self/fd"))) > expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return count
+
+
 def count_calls(name: str) -> list[str]:
     with fake_world(name) as (owner, peer):
         owner.slabs.create()
@@ -240,6 +249,7 @@ def test_an_error_at_any_call_is_named_and_leaves_nothing(name: str, code: int) 
     assert len(names) > 20
     with fake_world(name) as (owner, peer):
         owner.slabs.create()
+        gc.collect()
         fds_before = len(os.listdir("/proc/self/fd"))
         for at, call in enumerate(names):
             fake = FakeDriver(peer.fake.machine)
@@ -261,7 +271,7 @@ def test_an_error_at_any_call_is_named_and_leaves_nothing(name: str, code: int) 
                     assert f"{call} -> {code} CUDA_ERROR_" in str(caught.value)
                 assert fake.leaks() == {}, (at, call, fake.leaks())
             assert owner.fake.machine.gpus[0].used == owner.slabs.nbytes, (at, call)
-            assert len(os.listdir("/proc/self/fd")) == fds_before, (at, call)
+            assert settled_fds(fds_before) <= fds_before, (at, call)
             assert not [each for each in threading.enumerate() if each.name == "whalez-fds"][
                 1 if name == "posix_fd" else 0 :
             ]

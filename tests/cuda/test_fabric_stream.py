@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from numba.cuda import types
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numba.cuda", reason="needs whalez[cuda]")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.cuda_world import Rank, entry_of, fake_world, image
 from whalez.errors import DoorbellTimeout, FabricError

@@ -1,6 +1,7 @@
 """The first bytes of every slab: what the owner claims, and what a peer checks before it believes a ticket.
 
 Rule 1: no memory of a slab is touched here; a provider reads and writes the bytes in its own way.
+Rule 2: the same header stands in host and in device memory.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ CALLS: Final = (
     "cuLaunchKernel",
 )
 
-#: CUDA 12.4: fabric handles and cuLibraryEnumerateKernels.
-DRIVER_VERSION_MIN: Final = 12_040
+#: The kernels are made by the tools of CUDA 13, and an older driver does not load their images. The calls need 12.4.
+DRIVER_VERSION_MIN: Final = 13_000
 
 #: Compute capability below which no kernel of whalez runs.
 CAPABILITY_MIN: Final = (8, 0)
@@ -241,13 +241,14 @@ class Driver:
     def _ask(call: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
             return function(*arguments)
-        except RuntimeError as error:  # cuda.bindings: the library is not there, or lacks the function
-            missing = (
-                "no NVIDIA driver (libcuda.so.1) is installed"
-                if "not be found" in str(error) or ("only be found" in str(error))
-                else "the NVIDIA driver is too old, it lacks this function: update it"
-            )
-            raise CapabilityMissing(f"{call}: {missing} ({error})") from error
+        except RuntimeError as error:  # cuda.bindings could not load the library, or not find the function in it
+            if "LibNotFound" in type(error).__name__:
+                reason = "no NVIDIA driver (libcuda.so.1) is installed"
+            elif "not found" in str(error):
+                reason = "the NVIDIA driver is too old, it lacks this function: update it"
+            else:
+                raise
+            raise CapabilityMissing(f"{call}: {reason} ({error})") from error
         except ValueError as error:  # a code newer than cuda.bindings
             raise DriverError(call, -1, f"unknown code: {error}") from error
 

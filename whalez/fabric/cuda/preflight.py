@@ -212,7 +212,7 @@ class _Attempt:
         return b""
 
     def open(self, entries: Sequence[SlabEntry]) -> None:
-        """Map every peer that made a slab."""
+        """Map every peer that made a slab. Others may still open the own one: it is unlinked by `close`."""
         if self.words:
             return
         for peer in self._peers:
@@ -272,7 +272,6 @@ class _Attempt:
     def unmap(self) -> None:
         """When no stream of this rank is blocked any more."""
         with self._noted():
-            self._slabs.unlink()  # not before the gather that says that all have opened
             self._slabs.close_peers()
 
     def _seen(self, peer: int) -> int:

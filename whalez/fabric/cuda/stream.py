@@ -43,12 +43,11 @@ def codes_of(kernel: Kernel) -> str:
 
 
 def compiled(capability: tuple[int, int]) -> Callable[[Kernel], bytes]:
-    """The image of a kernel for a device of this capability, compiled now: at start-up, not in a loop."""
-    from whalez.ops.device.compile import ARCHITECTURES, PTX_LAST_RESORT, compile_cubin, compile_ptx, image_for
+    """The image of a kernel for a device of this capability, kept or compiled now: at start-up, not in a loop."""
+    from whalez.ops.device.compile import PTX_LAST_RESORT, architectures_of, compile_cubin, compile_ptx, image_for
 
     def image(kernel: Kernel) -> bytes:
-        images = (*ARCHITECTURES, kernel.arch) if kernel.arch not in ARCHITECTURES else ARCHITECTURES
-        arch = image_for(capability, images)
+        arch = image_for(capability, architectures_of(kernel))
         if arch == PTX_LAST_RESORT:
             return compile_ptx(kernel, "sm_80").encode() + b"\0"
         return compile_cubin(kernel, arch)
