@@ -10,6 +10,7 @@ import pytest
 
 from whalez.config import FleetConfig, RankConfig
 from whalez.engine.sizing import plan_policy
+from whalez.errors import ConfigError
 from whalez.model.config import KimiLinearConfig
 from whalez.model.presets import PRESETS
 from whalez.rank import RankProcess, make_sequencer
@@ -41,3 +42,24 @@ def test_our_own_mistake_ends_the_requests_and_leaves_a_post_mortem(
     assert (record["error"], record["message"]) == ("AssertionError", "cannot be")
     last_words = capfd.readouterr().err.splitlines()[-1]
     assert last_words == "whalez: rank 0: AssertionError: cannot be"
+
+
+def test_a_closer_that_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path / "run")
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    closed = []
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    def start() -> None:
+        process._closers += [lambda: closed.append("first"), fail]
+        raise ConfigError("field: expected a, got b")
+
+    monkeypatch.setattr(process, "_start", start)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert process.run() == 1
+    assert closed == ["first"]
+    assert "gone" in capfd.readouterr().err

@@ -646,8 +646,9 @@ class Fleet:
 
     def _sweep(self) -> None:
         """Remove what a killed rank cannot remove itself: names of shared memory, and our own run folder."""
-        for path in Path("/dev/shm").glob(f"whalez-{self.fleet_id}-*"):
-            path.unlink(missing_ok=True)
+        from whalez.fabric.host import remove_leftovers  # numpy: not for those who only import Fleet
+
+        remove_leftovers(self.fleet_id)
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None

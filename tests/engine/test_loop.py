@@ -17,7 +17,9 @@ from whalez.hub.local import LocalHub
 from whalez.hub.requests import Done, Failed, Response, Submit
 from whalez.model.presets import make_checkpoint
 from whalez.parallel.context import GangViews, WindowMap
-from whalez.planning import check_plan
+from whalez.planning import GangPlan, check_plan
+from whalez.rendezvous.effects import Reserve
+from whalez.rendezvous.events import CannotReserve, Reserved
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
 
@@ -161,3 +163,24 @@ def test_a_post_that_the_grace_cuts_short_is_not_called_cancelled_by_its_client(
     end = one.ends()["posted"]
     assert isinstance(end, Failed)
     assert (end.kind, end.reason) == ("unavailable", "the fleet is stopping")
+
+
+@pytest.mark.parametrize(("supersteps", "answer"), [(1, Reserved), (2, CannotReserve)])
+def test_a_whale_of_several_supersteps_is_declined(start: Callable[..., One], supersteps: int, answer: type) -> None:
+    plan = GangPlan(gang=(0,), bounds=(0, 64), supersteps=supersteps)
+    reserve = Reserve(seq=0, request_id="w", plan=plan, tokens=b"", max_tokens=1, is_owner=True)
+    assert type(start().loop._reserve(reserve)) is answer
+
+
+def test_waiting_for_others_does_not_lengthen_the_stuck_clock(
+    start: Callable[..., One], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start(stuck_s=0.001)
+    one.ask("a")
+    one.turns(1)
+    working = one.loop.bells.stuck_s
+    assert working > 0.001, "ten of the longest launch"
+    monkeypatch.setattr(type(one.loop.runner), "waited_s", lambda self: 1e9)
+    one.loop._longest_s = 0.0
+    one.turns(1)
+    assert one.loop.bells.stuck_s == 0.001

@@ -10,7 +10,7 @@ from fabric_world import make_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalez.errors import ConfigError, FabricError
+from whalez.errors import ConfigError
 from whalez.fabric.layout import BELL_KINDS, HEADER, LINE_BYTES, REGION_BYTES, SlabLayout, SlabSpec
 
 widths = st.integers(0, 300)
@@ -84,13 +84,6 @@ def test_a_slab_beyond_all_memory_is_refused() -> None:
     good = dataclasses.asdict(make_layout(2).spec)
     with pytest.raises(ConfigError, match=r"2\^62"):
         SlabLayout.from_spec(SlabSpec(**{**good, "rows_max": 2**40, "hidden": 2**30}))
-
-
-def test_use_beyond_the_slab_is_refused_by_field() -> None:
-    layout = make_layout(2)
-    layout.require(segment_rows_max=7, rows_max=5)
-    with pytest.raises(FabricError, match="segment_rows_max is 7, but 8"):
-        layout.require(segment_rows_max=8)
 
 
 def test_header_is_packed() -> None:

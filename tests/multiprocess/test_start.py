@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -131,3 +132,23 @@ def test_an_idle_fleet_sleeps_and_wakes(four: Fleet) -> None:
     ticks = [b - a for a, b in zip(first, last, strict=True)]
     assert all(6 <= count <= 40 for count in ticks), ticks  # every 250 ms, plus a few
     assert len(four.generate("and again", max_tokens=2, stop_tokens=()).tokens) == 2
+
+
+def test_a_signal_before_the_world_is_complete_leaves_no_shared_memory(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "whalez.rank", "--rank", "0", "--world", "2", "--model", str(tiny)]
+    command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--run", str(tmp_path / "run"), "--fleet-id", "alone"]
+    rank = subprocess.Popen(command, env={**os.environ, **kernel_environment(os.environ)})
+    try:
+        deadline = time.monotonic() + 30
+        while not (names := list(Path("/dev/shm").glob("whalez-alone-*"))):
+            assert time.monotonic() < deadline, "no slab was made"
+            assert rank.poll() is None
+            time.sleep(0.01)
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(5) == 128 + signal.SIGTERM
+        assert not any(name.exists() for name in names)
+    finally:
+        rank.kill()
+        rank.wait()
+        for name in Path("/dev/shm").glob("whalez-alone-*"):
+            name.unlink()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.solo import no_decodes, solo
-from whalez.errors import LocalProtocolError
+from whalez.errors import FabricError, LocalProtocolError
 from whalez.fabric.layout import BELL_COMBINE, BELL_DISPATCH
 from whalez.model.exchange import Batch, PrefillSpan
 from whalez.model.presets import make_checkpoint
@@ -78,3 +78,16 @@ def test_the_count_is_one_constant_for_every_kind_of_load(tmp_path: Path, monkey
         several = launch(0, *(PrefillSpan(tokens[:9], 7 + 9 * i, LocalSpan(one.cache, 1, 7 + 9 * i)) for i in range(3)))
         assert idle == prefill == decode == both == several
         assert idle == [BELL_DISPATCH, BELL_COMBINE] * len(one.config.moe_layers)
+
+
+def test_offsets_of_a_peer_outside_its_slab_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "tiny"
+    make_checkpoint(model, "kimi-linear", "tiny", 0)
+    with solo(model) as one:
+
+        def lying(*arguments: object) -> None:
+            arguments[8][:] = (0, 1 << 40)  # type: ignore[index]
+
+        monkeypatch.setattr("whalez.parallel.expert.owner_compute", lying)
+        with pytest.raises(FabricError, match="offsets"):
+            one.prefill(np.arange(70, dtype=np.int32), 70)

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from whalez.errors import ConfigError, FabricError
+from whalez.errors import ConfigError
 
 MAGIC: Final = int.from_bytes(b"whalezSL", "little")
 VERSION: Final = 1
@@ -178,10 +178,3 @@ class SlabLayout:
         """Region `name` of `slab` as an array of its shape and dtype; writes go to the slab."""
         region = self.regions[name]
         return slab.view(region.offset, region.shape, region.dtype)
-
-    def require(self, **rows: int) -> None:
-        """Refuse a use the slab is too small for: `require(segment_rows_max=4096)`. Raises FabricError."""
-        for field, wanted in rows.items():
-            have = getattr(self.spec, field)
-            if wanted > have:
-                raise FabricError(f"slab: {field} is {have}, but {wanted} are needed")
