@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from helpers.device_rows import BF16
+from whalez.errors import DoorbellTimeout
 from whalez.fabric.cuda.doorbell import DeviceBells, Peers, bell_tables
 from whalez.fabric.cuda.kernels import REPORT_BYTES
 from whalez.fabric.doorbell import gang_value
@@ -29,6 +30,8 @@ from whalez.ops.mla.cuda import Window, mla_attend_context
 from whalez.ops.norm.cuda import gated_rms_norm, l2_norm, rms_norm
 from whalez.parallel.context import WindowMap
 from whalez.testing import simt
+from whalez.testing.simt.machine import read_u64
+from whalez.testing.simt.queue import WaitEntry, reached
 
 F32 = np.float32
 PAGE_TOKENS = 16
@@ -90,6 +93,10 @@ class Gang:
     def perform(self, order: str = "forward") -> None:
         simt.run_queues(self.streams, order=order)
 
+    def blocked(self) -> dict[int, DoorbellTimeout]:
+        """By rank, the doorbell that its queue stands at, in the words of a wait that was given up."""
+        return {member.rank: error for member in self.members if (error := member.blocked()) is not None}
+
 
 class Member:
     """One rank: its queue, what is in its memory, and the layers as it queues them.
@@ -126,6 +133,18 @@ class Member:
     def latents(self, layer: int) -> np.ndarray:
         """Rows bf16 [T, L] of the whole context in the owner's pages."""
         return self.pools[layer][self.pages].reshape(-1, self.config.latent_width)[: self.gang.bounds[-1]]
+
+    def blocked(self) -> DoorbellTimeout | None:
+        """The doorbell at the head of the queue, if it stands there."""
+        head = self.stream.queue[0] if self.stream.queue else None
+        if isinstance(head, WaitEntry):
+            for wait in self.bells.waits:
+                lines = {peer: self.bells.line(wait.kind, peer) for peer in wait.peers.ranks}
+                if head.pairs == tuple((line, wait.value) for line in lines.values()):
+                    for peer, line in lines.items():
+                        if not reached(seen := read_u64(line), wait.value):
+                            return self.bells.timeout(wait, peer, seen, 0.0)
+        return None
 
     # ---- memory, and what stands in for the library ---------------------------------------------------------------
     def _array(self, values: np.ndarray) -> np.ndarray:
@@ -202,16 +221,16 @@ class Member:
         count = self.config.conv_width - 1
         tail = self._empty(count, projected.shape[1])
         if self.successor.ranks:
-            self._await_free("halo", window, self.successor)
+            self.await_free(window, "halo", self.successor)
             self.stream.copy(self.gang.address(self.rank, "halo"), at(projected[-count:]), tail.nbytes)
-            self._ring_data(window, self.successor)
+            self.ring_data(window, self.successor)
         if self.index == 0:
             self.stream.zero(at(tail), tail.nbytes)
         else:
             before = self.upstream[-1]
-            self._await_data(window, before, layer)
+            self.await_data(window, before, layer)
             self.stream.copy(at(tail), self.gang.address(before, "halo"), tail.nbytes)
-            self._ring_free(window, before)
+            self.ring_free(window, before)
         return tail
 
     def _state(self, layer: int, tiles: np.ndarray) -> np.ndarray:
@@ -219,25 +238,25 @@ class Member:
         window, stream, address = self.gang.windows.package[layer], self.stream, self.gang.address
         heads, dim = self.config.kda_heads, self.config.kda_head_dim
         if self.downstream.ranks:
-            self._await_free("package", window, self.downstream)
+            self.await_free(window, "package", self.downstream)
             d = address(self.rank, "package_d")
             if self.index == 0:
                 kda.kda_package_d(stream, at(tiles), d, self.rows, heads, dim, dim)
             else:
                 m = address(self.rank, "package_m")
                 kda.kda_package(stream, at(tiles), m, d, self.rows, heads, dim, dim)
-            self._ring_data(window, self.downstream)
+            self.ring_data(window, self.downstream)
         state = self._empty(heads, dim, dim, dtype=F32)
         if self.index == 0:
             stream.zero(at(state), state.nbytes)
         for i, rank in enumerate(self.upstream):
-            self._await_data(window, rank, layer)
+            self.await_data(window, rank, layer)
             d = address(rank, "package_d")
             if i == 0:  # nothing lies in front of the first member: its package is its state
                 stream.copy(at(state), d, state.nbytes)
             else:
                 kda.kda_compose(stream, address(rank, "package_m"), d, at(state), heads, dim, dim)
-            self._ring_free(window, rank)
+            self.ring_free(window, rank)
         return state
 
     # ---- MLA ------------------------------------------------------------------------------------------------------
@@ -279,12 +298,12 @@ class Member:
         window, stream = self.gang.windows.latent[layer], self.stream
         bounds, width = self.gang.bounds, self.config.latent_width
         if self.downstream.ranks:
-            self._await_free("latent", window, self.downstream)
+            self.await_free(window, "latent", self.downstream)
             stream.copy(self.gang.address(self.rank, "latent"), at(latent), latent.nbytes)
-            self._ring_data(window, self.downstream)
+            self.ring_data(window, self.downstream)
         pieces = []
         for i, rank in enumerate(self.upstream):
-            self._await_data(window, rank, layer)
+            self.await_data(window, rank, layer)
             pieces.append((bounds[i], bounds[i + 1] - bounds[i], self.gang.address(rank, "latent")))
         own = (self.start, self.rows, at(latent))
         if not self.is_owner:
@@ -301,21 +320,21 @@ class Member:
     # ---- the four beats -------------------------------------------------------------------------------------------
     def release(self, window: int) -> None:
         for rank in self.upstream:
-            self._ring_free(window, rank)
+            self.ring_free(window, rank)
 
-    def _await_free(self, region: str, window: int, consumers: Peers) -> None:
+    def await_free(self, window: int, region: str, consumers: Peers) -> None:
         last = self._written.get(region)
         self._written[region] = window
         if last is not None:
             self.bells.wait(BELL_FREE, consumers, gang_value(self.gang.seq, last))
 
-    def _await_data(self, window: int, rank: int, layer: int) -> None:
+    def await_data(self, window: int, rank: int, layer: int) -> None:
         self.bells.wait(BELL_DATA, Peers.of([rank]), gang_value(self.gang.seq, window), layer=layer)
 
-    def _ring_data(self, window: int, peers: Peers) -> None:
+    def ring_data(self, window: int, peers: Peers) -> None:
         self.bells.ring(BELL_DATA, peers, gang_value(self.gang.seq, window))
 
-    def _ring_free(self, window: int, rank: int) -> None:
+    def ring_free(self, window: int, rank: int) -> None:
         self.bells.ring(BELL_FREE, Peers.of([rank]), gang_value(self.gang.seq, window))
 
 
