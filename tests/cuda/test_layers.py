@@ -52,11 +52,15 @@ ATTENTION_WINDOW = 96
 #: The preset has one MLA layer; two of each kind follow each other here, so that every region is written twice.
 WINDOWS = WindowMap((0, 1), (2, 3))
 MODEL_LAYERS = {0: 0, 1: 1, 2: 3, 3: 3}
-ALONE = ((0,), (0, 150))
+Ranks = tuple[tuple[int, ...], tuple[int, ...]]  # of a gang: ranks by member, bounds
+ALONE: Ranks = ((0,), (0, 150))
 #: Ranks in another order than members. Segments of a chunk and a ragged one, and of less than a chunk.
-PAIR = ((1, 0), (0, 83, 150))
-THREE = ((2, 0, 1), (0, 70, 83, 150))  # the least that carries a state through a map M; MLA: a helper with a context
-SMALL = ((1, 0), (0, 7, 12))
+PAIR: Ranks = ((1, 0), (0, 83, 150))
+THREE: Ranks = (
+    (2, 0, 1),
+    (0, 70, 83, 150),
+)  # the least that carries a state through a map M; MLA: a helper with a context
+SMALL: Ranks = ((1, 0), (0, 7, 12))
 BF16_UNIT = 2.0**-8  # largest error of a rounding of values in [1, 2)
 ROUNDING = BF16_UNIT / 3**0.5 / (1.5 / math.log(2)) ** 0.5  # rms error over rms value, values of any size
 OPS_TOLERANCE = 2e-6  # of f32 KDA results, as in test_kernels_kda.py
@@ -192,9 +196,9 @@ def plain(model: Model, layer: int, count: int, stored: Stored) -> Result:
 class Queued:
     """Layers of a gang, queued and not yet performed."""
 
-    def __init__(self, model: Model, gang: tuple[tuple[int, ...], tuple[int, ...]], *layers: int) -> None:
+    def __init__(self, model: Model, gang: Ranks, *layers: int, attention_window: int = ATTENTION_WINDOW) -> None:
         self.model, self.layers = model, layers
-        self.gang = Gang(model.config, WINDOWS, *gang, attention_window=ATTENTION_WINDOW)
+        self.gang = Gang(model.config, WINDOWS, *gang, attention_window=attention_window)
         self.rows = self.gang.bounds[-1]
         self._mixed: dict[int, list[np.ndarray]] = {}
         for layer in layers:
@@ -218,8 +222,10 @@ class Queued:
             assert_near(self.model, layer, self.result(layer), self.gang.bounds)
 
 
-def performed(model: Model, gang: tuple[tuple[int, ...], tuple[int, ...]], layer: int, order: str) -> Result:
-    queued = Queued(model, gang, layer)
+def performed(
+    model: Model, gang: Ranks, layer: int, order: str = "forward", attention_window: int = ATTENTION_WINDOW
+) -> Result:
+    queued = Queued(model, gang, layer, attention_window=attention_window)
     queued.gang.perform(order)
     return queued.result(layer)
 
@@ -286,6 +292,16 @@ def test_a_layer_equals_the_host(model: Model, layer: int, order: str) -> None:
         assert_cut_near(layer, got, alone, gang[1])
 
 
+@pytest.mark.parametrize("window", [13, 64, 150])
+def test_attention_in_windows_of_any_size(model: Model, window: int) -> None:
+    """From many merges, of windows that end within a lent piece, to none."""
+    alone = performed(model, ALONE, 2, attention_window=window)
+    for gang in (ALONE, PAIR, THREE):
+        got = performed(model, gang, 2, attention_window=window)
+        assert_near(model, 2, got, gang[1])
+        assert_cut_near(2, got, alone, gang[1])
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -298,7 +314,7 @@ def test_a_layer_equals_the_host(model: Model, layer: int, order: str) -> None:
 def test_a_mistake_in_the_composition_is_caught(model: Model, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third member's state is the first one's package, carried through the second one's M."""
     monkeypatch.setattr(kda_cuda, "kda_compose", wrong)
-    got = performed(model, THREE, 0, "forward")
+    got = performed(model, THREE, 0)
     first, second = (slice(a, b) for a, b in itertools.pairwise(THREE[1][:3]))
     host = on_host(model, 0, 150).mixed
     for rows in (first, second):  # whom it does not concern
