@@ -326,6 +326,18 @@ def test_attend_mutations(change):
     assert_caught(check, simt.SimtStream(), ATTEND_TILES[SMALL][1], simt.SimtError, **change)
 
 
+def test_a_product_with_the_inverse_is_no_quotient():
+    """What the two multiply-adds behind it are for; each row divides by another mass."""
+    case = uniform_case(SMALL, 65, 4113, 3)
+    wanted = np.broadcast_to(case.kv[:1, :, SMALL[0] :], (65, 3, SMALL[2]))
+    change = {"inside": "quotient_thread", "old": "libdevice.fmaf(-quotient, divisor, sum_)", "new": "ZERO"}
+
+    def check(stream):
+        np.testing.assert_array_equal(case.run(stream)[0], wanted)
+
+    assert_caught(check, simt.SimtStream(), ATTEND_TILES[SMALL][1], **change)
+
+
 def test_attend_refuses_before_any_launch():
     stream = simt.SimtStream()
     good = {"queries": 4, "keys": 4, "heads": 2, "dims": SMALL, "q_start": 0, "causal": True, "scale": 0.1}
