@@ -49,11 +49,12 @@ class Arena:
     def frame(self, shapes: Shapes) -> Iterator[dict[str, np.ndarray]]:
         """C-contiguous f32 arrays of the given shapes, contents undefined, until the frame is left."""
         mark, arrays = self._next, {}
+        short = mark + size_of(shapes) - self._end
+        assert short <= 0, f"scratch: {short} values short of {', '.join(shapes)}"
         for name, shape in shapes.items():
             arrays[name] = self._block[self._next : self._next + math.prod(shape)].reshape(shape)
             self._next += size_of({name: shape})
         self.free_least = min(self.free_least, self._end - self._next)
-        assert self._next <= self._end, f"scratch: {self._next - self._end} values short of {', '.join(shapes)}"
         try:
             yield arrays
         finally:
