@@ -103,21 +103,20 @@ def on_host(model: Model, layer: int, count: int) -> Result:
     config, number = model.config, MODEL_LAYERS[layer]
     cache = StateCache(config, slots=1, pages=10, page_tokens=16)
     cache.open_slot(0, tuple(range(10)))
-    forward = Forward(config, None, cache, None, attention_window=ATTENTION_WINDOW)  # type: ignore[arg-type]
+    forward = Forward(config, None, cache, None, rows_max=count, attention_window=ATTENTION_WINDOW)  # type: ignore[arg-type]
     batch = no_decodes()
     batch.spans.append(PrefillSpan(np.zeros(count, np.int32), 0, LocalSpan(cache, 0, 0)))
-    weights = model.weights(layer)
-    normed, mixed = np.empty((2, count, config.hidden_size), F32)
-    rms_norm(rows_of(layer, count).astype(F32), weights.input_norm, config.rms_norm_eps, normed)
+    weights, x = model.weights(layer), rows_of(layer, count).astype(F32)
     if number in config.kda_layers:
-        forward._kda(number, weights.attn, normed, batch, mixed)
+        forward._kda(number, weights.attn, weights.input_norm, x, batch)
         index = cache.kda_index[number]
         left = {"state": cache.states[index, 0], "tail": cache.tails[index, 0]}
     else:
         hooks = Hooks(Stopwatch(config.num_hidden_layers), lambda layer: None)
-        forward._mla(number, weights.attn, normed, batch, hooks, mixed)
+        forward._mla(number, weights.attn, weights.input_norm, x, batch, hooks)
         left = {"latents": cache.latents[cache.mla_index[number]].reshape(-1, config.latent_width)[:count]}
-    return Result(mixed.astype(float), {name: value.astype(float) for name, value in left.items()})
+    mixed = x.astype(float) - rows_of(layer, count).astype(float)  # the layer has added its result
+    return Result(mixed, {name: value.astype(float) for name, value in left.items()})
 
 
 Stored = Callable[[np.ndarray], np.ndarray]
@@ -128,7 +127,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def plain_kda(config: KimiLinearConfig, weights: Any, x: np.ndarray, stored: Stored) -> Result:
-    """The host's ops in Forward._kda's order; `stored` is applied to what a device stores in bf16."""
+    """The host's KDA layer, op by op; `stored` is applied to what a device stores in bf16."""
     w, rows = weights.attn, len(x)
     heads, dim, inner = config.kda_heads, config.kda_head_dim, config.kda_inner
     normed = np.empty_like(x)
@@ -159,7 +158,7 @@ def plain_kda(config: KimiLinearConfig, weights: Any, x: np.ndarray, stored: Sto
 
 
 def plain_mla(config: KimiLinearConfig, weights: Any, x: np.ndarray, stored: Stored) -> Result:
-    """Forward._mla with the whole context in one window."""
+    """The host's MLA layer with the whole context in one window."""
     w, rows, heads = weights.attn, len(x), config.num_attention_heads
     nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
     normed = np.empty_like(x)
@@ -292,9 +291,9 @@ def test_a_layer_equals_the_host(model: Model, layer: int, order: str) -> None:
         assert_cut_near(layer, got, alone, gang[1])
 
 
-@pytest.mark.parametrize("window", [13, 64, 150])
+@pytest.mark.parametrize("window", [40, 64, 150])
 def test_attention_in_windows_of_any_size(model: Model, window: int) -> None:
-    """From many merges, of windows that end within a lent piece, to none."""
+    """From several merges, of windows that end within a lent piece, to none."""
     alone = performed(model, ALONE, 2, attention_window=window)
     for gang in (ALONE, PAIR, THREE):
         got = performed(model, gang, 2, attention_window=window)

@@ -1,6 +1,6 @@
 """KDA and MLA layers of a gang on emulated devices: one queue per member, real slabs, real doorbells, real kernels.
 
-The device's twin of Forward._kda, Forward._mla and GangSpan: the same steps in the same order, queued instead of done.
+The device's twin of Forward and GangSpan: the same steps in the same order, queued instead of done.
 Between the kernels only the matrix products are stand-ins. What lies in a slab's `halo` and `latent` is bf16 here and
 takes the first half of the region; packages are f32 as on the host.
 
@@ -181,6 +181,9 @@ class Member:
         heads, dim, inner = config.kda_heads, config.kda_head_dim, config.kda_inner
         sizes = (heads, dim, dim)
         normed = self._normed(x, weights.input_norm)
+        # The successor waits for the last rows of this segment, so they are projected ahead of the rest.
+        last = self._multiply(normed[1 - config.conv_width :], w.qkv, self._empty(config.conv_width - 1, 3 * inner))
+        tail = self._halo(layer, last)
         qkv = self._multiply(normed, w.qkv, self._empty(rows, 3 * inner))
         low = self._multiply(normed, w.x_proj[: 2 * dim], self._empty(rows, 2 * dim))
         beta = self._multiply(normed, w.b, self._empty(rows, heads, dtype=F32))
@@ -188,7 +191,6 @@ class Member:
         kda.kda_beta(stream, at(beta), heads, rows, heads)
         kda.kda_gate(stream, at(decay), inner, at(self._array(w.a_log)), at(self._array(w.dt_bias)), rows, heads, dim)
 
-        tail = self._halo(layer, qkv)
         self.tails[layer] = self._empty(config.conv_width - 1, 3 * inner)
         scratch = self._empty(short_conv_scratch_bytes(rows, 3 * inner) // 2)
         short_conv(
@@ -215,14 +217,13 @@ class Member:
         self.bells.raise_progress()
         return mixed
 
-    def _halo(self, layer: int, projected: np.ndarray) -> np.ndarray:
+    def _halo(self, layer: int, last: np.ndarray) -> np.ndarray:
         """The three rows in front of this segment, before the convolution; its own last three go to the successor."""
         window = self.gang.windows.halo[layer]
-        count = self.config.conv_width - 1
-        tail = self._empty(count, projected.shape[1])
+        tail = self._empty(*last.shape)
         if self.successor.ranks:
             self.await_free(window, "halo", self.successor)
-            self.stream.copy(self.gang.address(self.rank, "halo"), at(projected[-count:]), tail.nbytes)
+            self.stream.copy(self.gang.address(self.rank, "halo"), at(last), last.nbytes)
             self.ring_data(window, self.successor)
         if self.index == 0:
             self.stream.zero(at(tail), tail.nbytes)
