@@ -26,6 +26,7 @@ def pytest_sessionstart() -> None:
         print()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         has_processes = item.get_closest_marker("multiprocess") is not None
