@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # A tier ends with its ten slowest tests, its name and its time. The workers are as many as the cores it is made for.
-tier = @began=$$(date +%s); $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
+tier = @began=$$(date +%s); $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \
 	--durations=10 $(1); status=$$?; echo "$@ took $$(($$(date +%s) - began)) s"; exit $$status
 
 .PHONY: demo test test-long bench lint types contracts kernels check clean

@@ -5,10 +5,13 @@ tests choose ports and bound times, and comes first, for it is the longest piece
 """
 
 import os
+from typing import Any
 
 import pytest
 
 from whalez.warm import use_cache, warm
+
+PROCESSES = "processes"
 
 use_cache(os.environ)  # before anything imports numba, which reads the name of its cache once
 
@@ -26,9 +29,23 @@ def pytest_sessionstart() -> None:
         print()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def _piece(nodeid: str) -> str:
+    """What a test must share a worker with: its file, or all that starts rank processes."""
+    file = nodeid.split("::")[0]
+    folder, name = file.split("/")[-2:]
+    return PROCESSES if folder in ("multiprocess", "serve") or name.endswith("_processes.py") else file
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        has_processes = item.get_closest_marker("multiprocess") is not None
-        item.add_marker(pytest.mark.xdist_group("processes" if has_processes else str(item.path)))
-    items.sort(key=lambda item: item.get_closest_marker("multiprocess") is None)
+    items.sort(key=lambda item: _piece(item.nodeid) != PROCESSES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Pieces(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _piece(nodeid)
+
+    return Pieces(config, log)
