@@ -77,8 +77,8 @@ def measure(model: Path, world: int, lane: str, length: int, **settings: int) ->
 def growth(model: Path, world: int) -> None:
     """Each length on a fresh fleet of the same configuration; the rank that grew most is shown."""
     config = KimiLinearConfig.from_dir(model)
-    rows = table(f"memory of the rank that grew most, {model.name}, world {world}", "lane", "at start MB", "16k peak MB",
-                 "64k peak MB", "growth MB", "allowed MB")  # fmt: skip
+    rows = table(f"memory of the rank that grew most, {model.name}, world {world}", "lane", "at start MB",
+                 "16k peak MB", "64k peak MB", "growth MB", "allowed MB")  # fmt: skip
     cache = (LONG - SHORT) * config.latent_width * 4 * len(config.mla_layers)
     settings = {"max_ctx": LONG + 64, "segment_floor": 512, "slots": 2, "attention_window": 8192}
     for lane in ("local", "whale"):
