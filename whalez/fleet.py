@@ -35,11 +35,12 @@ from whalez.errors import CheckpointError, ConfigError, PeerDied, RequestError, 
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.serve.completions import check_tokens, pack_tokens
 from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
-from whalez.serve.process import bind, front_command, parse_listen
+from whalez.serve.process import FRONT_GRACE_S, bind, front_command, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.warm import kernel_environment, warm
 
-LEAVE_S = 1.5  #: what a process has after the signal, or after a peer's death, before it is killed
+LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, before it is killed
+FRONT_LEAVE_S = 0.4  #: what the front has after the last rank, to tell its clients
 START_S = 300.0  #: the world has this long to come up
 LOG_TAIL_LINES = 3
 _DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
@@ -476,7 +477,12 @@ class Fleet:
         read_fd, write_fd = os.pipe()
         try:
             command = front_command(
-                self.links, listen, self.model.resolve().name, model_dir=str(self.model), ready_fd=write_fd
+                self.links,
+                listen,
+                self.model.resolve().name,
+                model_dir=str(self.model),
+                ready_fd=write_fd,
+                grace_s=LEAVE_S + FRONT_GRACE_S,
             )
             self._spawn("front", None, command, self.run_dir / "front.log", pass_fds=[write_fd])
         finally:
@@ -513,7 +519,7 @@ class Fleet:
 
     async def _fail(self, first: _Process) -> None:
         """A process is gone that should not be: the others leave by themselves and say why, or are killed."""
-        await self._leave(LEAVE_S)
+        await self._leave()
         self.failure = self._blame(first)
         await self._end_requests(self.failure)
         self._over.set()
@@ -530,19 +536,13 @@ class Fleet:
             return PeerDied(int(named[1]), named[2])
         return PeerDied(first.rank, first.obituary())
 
-    async def _leave(self, seconds: float) -> None:
-        """Wait for all to exit, kill the rest, reap everything."""
-        waits = [asyncio.create_task(p.exited.wait()) for p in self._processes]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=seconds)
-            for task in late:
-                task.cancel()
-        loop = asyncio.get_running_loop()
-        for process in self._processes:
-            if not process.exited.is_set():
-                loop.remove_reader(process.pidfd)
-                process.how = _OUR_KILL
-                process.signal(signal.SIGKILL)
+    async def _leave(self) -> None:
+        """Wait for all to exit, kill the rest, reap everything. The front goes last: it passes on how ranks ended."""
+        await self._until_exited([p for p in self._processes if p.rank is not None], LEAVE_S)
+        fronts = [p for p in self._processes if p.rank is None]
+        for front in fronts:
+            front.signal(signal.SIGTERM)
+        await self._until_exited(fronts, FRONT_LEAVE_S)
         for process in self._processes:
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
@@ -550,6 +550,19 @@ class Fleet:
             if all(p.group_is_gone() for p in self._processes):
                 break
             await asyncio.sleep(0.01)
+
+    async def _until_exited(self, processes: Sequence[_Process], seconds: float) -> None:
+        """Kills what has not exited by then."""
+        waits = [asyncio.create_task(p.exited.wait()) for p in processes]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=seconds)
+            for task in late:
+                task.cancel()
+        for process in processes:
+            if not process.exited.is_set():
+                asyncio.get_running_loop().remove_reader(process.pidfd)
+                process.how = _OUR_KILL
+                process.signal(signal.SIGKILL)
 
     async def _stop_all(self) -> None:
         self._is_stopping = True
@@ -559,7 +572,7 @@ class Fleet:
             for process in self._processes:
                 process.signal(signal.SIGTERM)
             await self._end_requests(Unavailable("the fleet is stopping"))
-            await self._leave(LEAVE_S)
+            await self._leave()
         await asyncio.gather(*(link.close() for link in self._links))
         # An interrupted start may still be unwinding; the loop must not end under it.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:

@@ -290,7 +290,8 @@ class RankProcess:
                 "running": loop.scheduler.running_count,
                 "waiting": loop.scheduler.waiting_count,
             }
-            loop.fail_all(f"the fleet stopped: {reason}")
+            kind = "unavailable" if isinstance(error, WhalezError) else "internal"  # the latter is our own mistake
+            loop.fail_all(kind, f"the fleet stopped: {reason}")
         write_post_mortem(self.rank.run_dir, self.rank.rank, record)
 
 

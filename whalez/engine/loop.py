@@ -340,10 +340,10 @@ class Loop:
             self.scheduler.remove(live.request_id)
         del self._live[live.request_id]
 
-    def fail_all(self, reason: str) -> None:
-        """The fleet stops: end every request with an error that says why."""
+    def fail_all(self, kind: str, reason: str) -> None:
+        """The fleet stops: end every request with an error (see `Failed.kind`) that says why."""
         self.state = "failed"
-        self._end_all("internal", reason)
+        self._end_all(kind, reason)
 
     def _end_all(self, kind: str, reason: str) -> None:
         """No launch follows: answer what is here, and from now on whatever comes."""
