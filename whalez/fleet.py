@@ -43,6 +43,8 @@ LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, bef
 FRONT_LEAVE_S = 0.4  #: what the front has after the last rank, to tell its clients
 START_S = 300.0  #: the world has this long to come up
 LOG_TAIL_LINES = 3
+TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
+OWN_LOCK = "temporary.lock"  #: held while the fleet of such a folder lives; never in a folder that is to be kept
 _DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
 _OUR_KILL = "did not leave and was killed"
 
@@ -316,6 +318,7 @@ class Fleet:
 
         here = Machine(env=os.environ)
         refuse(examine(self.world, self.model, self.settings, self.threads, machine=here, quick=True))
+        sweep_leftovers()
         warm(os.environ, lambda name, i, n: self._progress(f"compiling {name} ({i}/{n})"))
 
     def stop(self) -> None:
@@ -641,7 +644,7 @@ class Fleet:
     def _take_run_dir(self) -> None:
         """Make and lock the folder. Raises ConfigError when it is too deep for a socket or in use."""
         if self._is_own_run_dir:
-            self.run_dir = Path(tempfile.mkdtemp(prefix="whalez-"))
+            self.run_dir = Path(tempfile.mkdtemp(prefix=TEMPORARY))
         else:
             self.run_dir = self.run_dir.resolve()
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -649,7 +652,8 @@ class Fleet:
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
-        self._lock_fd = os.open(self.run_dir / "fleet.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = self.run_dir / (OWN_LOCK if self._is_own_run_dir else "fleet.lock")
+        self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -668,10 +672,26 @@ class Fleet:
         if self._is_own_run_dir and self.run_dir != Path():
             # A fleet that never served has said all there is to say in its error.
             if self.failure is not None and self._has_served and any(self.run_dir.glob("post-mortem-*.json")):
+                (self.run_dir / OWN_LOCK).unlink(missing_ok=True)  # no longer temporary
                 self._progress(f"logs and post-mortems are in {self.run_dir}")
             else:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
             self._is_own_run_dir = False
+
+
+def sweep_leftovers() -> list[str]:
+    """Remove what fleets of this user left whose launcher was killed: slabs without a maker, temporary run folders.
+
+    Returns their names. Nothing of a fleet that lives, or that was asked to keep its folder, is touched.
+    """
+    from whalez.fabric.host import sweep, unused_file  # numpy: not for those who only import Fleet
+
+    swept = sweep()
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError), unused_file(str(folder / OWN_LOCK)):
+            shutil.rmtree(folder, ignore_errors=True)
+            swept.append(str(folder))
+    return swept
 
 
 def _setting_names() -> list[str]:
