@@ -85,6 +85,11 @@ class RankProcess:
             self._fail(str(error), error)
             print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
             return 1
+        except MemoryError as error:
+            what = f"out of memory: {error}; use a smaller --max-ctx, --slots or --chunk-tokens"
+            self._fail(what, error)
+            print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
+            return 1
         except Exception as error:  # our own mistake; the process ends here, and its clients hear why all the same
             what = f"{type(error).__name__}: {error}"
             self._fail(what, error)
