@@ -260,6 +260,7 @@ class Fleet:
         self._progress = progress or (lambda line: None)
         self._command = command or rank_command
         self._lock_fd: int | None = None
+        self._gate = threading.Lock()  # guards the next: what is handed to a loop is handed to one that still runs it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         # Everything below belongs to the loop's thread.
@@ -304,7 +305,7 @@ class Fleet:
         try:
             self._loop = asyncio.new_event_loop()
             # The kernel ties the children to the thread that started them, so that thread lives as long as the fleet.
-            self._thread = threading.Thread(target=self._loop.run_forever, name="whalez-fleet", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="whalez-fleet", daemon=True)
             self._thread.start()
             atexit.register(self.stop)
             self._call(self._start_all())
@@ -324,6 +325,7 @@ class Fleet:
     def stop(self) -> None:
         """One SIGTERM each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
         atexit.unregister(self.stop)
+        self._is_stopping = True  # here too: a second Ctrl-C may keep `_stop_all` from running
         loop, thread = self._loop, self._thread
         try:
             if loop is not None and thread is not None and thread.is_alive():
@@ -332,12 +334,16 @@ class Fleet:
             self._over.set()
             for process in self._processes:  # only a second Ctrl-C leaves any
                 process.reap()
+            with self._gate:
+                self._loop = None
             if loop is not None and thread is not None and thread.is_alive():
                 loop.call_soon_threadsafe(loop.stop)
                 thread.join(timeout=1.0)
                 if not thread.is_alive():
                     loop.close()
-            self._loop = self._thread = None
+            self._thread = None
+            for pending in list(self._open):
+                pending._settle(self.failure or Unavailable("the fleet is stopping"))
             self._sweep()
 
     def wait(self) -> None:
@@ -379,7 +385,7 @@ class Fleet:
         if self.failure is not None:
             raise self.failure
         status = self._statuses[poster]
-        if self._loop is None or status is None:
+        if self._loop is None or status is None:  # looked at again below; this one spares the work
             raise Unavailable("the fleet is not running")
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(operator.index, prompt))
         check_tokens(tokens, max_tokens, status)
@@ -394,7 +400,10 @@ class Fleet:
             stop_tokens=status.eos_tokens if stop_tokens is None else tuple(map(operator.index, stop_tokens)),
             lane=lane,
         )
-        self._loop.call_soon_threadsafe(self._begin, submit, pending)
+        with self._gate:
+            if self._loop is None:
+                raise self.failure or Unavailable("the fleet is not running")
+            self._loop.call_soon_threadsafe(self._begin, submit, pending)
         return pending
 
     def generate(self, prompt: str | Iterable[int], *, timeout_s: float | None = None, **options: Any) -> Generated:
@@ -407,9 +416,7 @@ class Fleet:
             raise
 
     def status(self, timeout_s: float = 1.0) -> list[Status | None]:
-        """Every rank's own word, None for one that does not answer."""
-        if self._loop is None:
-            raise self.failure or Unavailable("the fleet is not running")
+        """Every rank's own word, None for one that does not answer. Raises: Unavailable, the fleet's failure."""
         return self._call(self._ask_all(timeout_s))
 
     def pids(self) -> dict[str, int]:
@@ -418,13 +425,21 @@ class Fleet:
 
     # ---- the loop's thread: processes -------------------------------------------------------------------------
     def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Raises: what the work raises; Unavailable, or the fleet's failure, when the loop ends before it."""
+        over = self.failure or Unavailable("the fleet is not running")
+        with self._gate:
+            if self._loop is None:
+                work.close()
+                raise over
+            future, thread = asyncio.run_coroutine_threadsafe(work, self._loop), self._thread
         try:
             # In slices, as in `wait`: a signal that lands just before the lock is taken would else wait for the work.
             while not concurrent.futures.wait([future], timeout=0.2).done:
-                pass
+                if thread is None or not thread.is_alive():
+                    raise over
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise self.failure or Unavailable("the fleet is stopping") from None
         except BaseException:
             future.cancel()  # Ctrl-C here must not leave the work running there
             raise
@@ -597,8 +612,9 @@ class Fleet:
             if pending in self._open:
                 await self._links[pending.poster].cancel(pending.request_id)
 
-        if self._loop is not None and not pending._result.done():
-            asyncio.run_coroutine_threadsafe(cancel(), self._loop)
+        with self._gate:
+            if self._loop is not None and not pending._result.done():
+                asyncio.run_coroutine_threadsafe(cancel(), self._loop)
 
     async def _serve(self, submit: Submit, pending: Pending) -> None:
         where = f"rank {pending.poster}"
@@ -677,6 +693,15 @@ class Fleet:
             else:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
             self._is_own_run_dir = False
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Until it is stopped; what was handed to it too late to finish is cancelled, so that nobody waits for it."""
+    loop.run_forever()
+    if rest := asyncio.all_tasks(loop):
+        for task in rest:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(rest, timeout=0.2))
 
 
 def sweep_leftovers() -> list[str]:
