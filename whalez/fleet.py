@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whalez.config import SETTING_NAMES, fleet_config, setting_flags
-from whalez.errors import CheckpointError, ConfigError, PeerDied, RequestError, Unavailable, WhalezError
+from whalez.errors import CheckpointError, ConfigError, OutputError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
-from whalez.serve.completions import check_tokens, pack_tokens
+from whalez.serve.completions import check_sampling, check_tokens, pack_tokens
 from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
 from whalez.serve.process import FRONT_GRACE_S, bind, front_command, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
@@ -378,10 +378,7 @@ class Fleet:
             raise ConfigError(f"lane: expected auto, whale or local, got {lane!r}")
         # Else the rank could not read the request, would not know whom to answer, and `result` would wait for ever.
         max_tokens, seed = operator.index(max_tokens), operator.index(seed)
-        if not 0 <= temperature <= 2:
-            raise RequestError(f"temperature: expected 0 to 2, got {temperature}", param="temperature")
-        if not 0 < top_p <= 1:
-            raise RequestError(f"top_p: expected above 0 and at most 1, got {top_p}", param="top_p")
+        check_sampling(temperature, top_p)
         if self.failure is not None:
             raise self.failure
         status = self._statuses[poster]
@@ -658,12 +655,15 @@ class Fleet:
 
     # ---- the run folder ---------------------------------------------------------------------------------------
     def _take_run_dir(self) -> None:
-        """Make and lock the folder. Raises ConfigError when it is too deep for a socket or in use."""
-        if self._is_own_run_dir:
-            self.run_dir = Path(tempfile.mkdtemp(prefix=TEMPORARY))
-        else:
-            self.run_dir = self.run_dir.resolve()
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+        """Make and lock the folder. Raises ConfigError when it is too deep for a socket or in use, OutputError."""
+        try:
+            if self._is_own_run_dir:
+                self.run_dir = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+            else:
+                self.run_dir = self.run_dir.resolve()
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(error.filename or "run_dir", error) from None
         longest = self.links[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()

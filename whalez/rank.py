@@ -55,7 +55,7 @@ from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
 from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import link_address
-from whalez.serve.process import front_command
+from whalez.serve.process import bind, front_command
 
 
 def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
@@ -333,6 +333,8 @@ def main(**flags: Any) -> None:
         if flags["node_ranks"] is None and place.node_ranks:
             flags["node_ranks"] = place.node_ranks
         fleet = fleet_config(flags["model_dir"], world, flags)
+        if flags["listen"] is not None:
+            bind(flags["listen"]).close()  # its front would say so only when the world is up
         threads = flags["threads"] or max(1, len(os.sched_getaffinity(0)) // min(world, fleet.node_ranks))
         rank = RankConfig(
             rank=number,

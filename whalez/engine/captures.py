@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from whalez.errors import WhalezError
+from whalez.errors import OutputError, WhalezError
 from whalez.hub.requests import Report
 
 WAIT_S = 10.0  #: a member may still be writing when the poster has answered
@@ -34,7 +34,8 @@ def merge_captures(
 ) -> None:
     """Write `logits` to one file and `hidden_<rank>`, `start_<rank>` and what else there is to the other.
 
-    With several requests every key is led by `request<i>_`. Raises WhalezError naming the file that never came.
+    With several requests every key is led by `request<i>_`. Raises WhalezError naming the file that never
+    came, OutputError.
     """
     logits: dict[str, Any] = {}
     hidden: dict[str, Any] = {}
@@ -47,8 +48,11 @@ def merge_captures(
             hidden.update({f"{lead}{name}_{rank}": array for name, array in arrays.items()})
     for out, arrays in ((logits_out, logits), (hidden_out, hidden)):
         if out is not None:
-            with out.open("wb") as file:  # savez would add .npz to a name without it
-                np.savez(file, **arrays)
+            try:
+                with out.open("wb") as file:  # savez would add .npz to a name without it
+                    np.savez(file, **arrays)
+            except OSError as error:
+                raise OutputError(out, error) from None
 
 
 def _load(path: Path) -> dict[str, Any]:

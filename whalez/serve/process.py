@@ -47,16 +47,20 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def bind(listen: str) -> socket.socket:
-    """A bound socket, so that a taken port is an error before anything else starts. Raises HubError."""
+    """A bound socket, so that a taken port or an unknown host is an error before anything starts. Raises HubError."""
     host, port = parse_listen(listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+    except (socket.gaierror, UnicodeError) as error:  # numbers of the resolver are no errno
+        sock.close()
+        why = error.strerror if isinstance(error, OSError) else error
+        raise HubError(f"cannot listen on {listen}: host {host!r}: {why}") from None
     except OSError as error:
         sock.close()
-        raise HubError(f"cannot listen on {listen}: {os.strerror(error.errno or 0) or error}") from None
+        raise HubError(f"cannot listen on {listen}: {error.strerror or error}") from None
     return sock
 
 
