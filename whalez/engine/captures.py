@@ -1,6 +1,7 @@
 """What the ranks captured of a request, gathered into the two files `generate` was asked for.
 
-Every rank writes `RUN/capture/<request id>/rank-<r>.npz` once, under a name it renames at the end (engine/records.py).
+Every rank writes `rank-<r>.npz` in the request's `capture_folder` once, under a name it renames at the end
+(engine/records.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from whalez.engine.records import capture_folder
 from whalez.errors import OutputError, WhalezError
 from whalez.hub.requests import Report
 
@@ -42,7 +44,7 @@ def merge_captures(
     for i, result in enumerate(results):
         lead = f"request{i}_" if len(results) > 1 else ""
         for rank in sorted({result.report.poster, *result.report.gang}):
-            arrays = _load(run_dir / "capture" / result.request_id / f"rank-{rank}.npz")
+            arrays = _load(capture_folder(run_dir, result.request_id) / f"rank-{rank}.npz")
             if "logits" in arrays:
                 logits[f"{lead}logits"] = arrays.pop("logits")
             hidden.update({f"{lead}{name}_{rank}": array for name, array in arrays.items()})

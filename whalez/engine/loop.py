@@ -332,6 +332,8 @@ class Loop:
         self.reply(client, Failed(request_id=submit.request_id, kind=kind, reason=reason, param=param))
 
     def _fail(self, live: Live, kind: str, reason: str) -> None:
+        if self.capture is not None:
+            self.capture.drop(live.request_id)
         self.reply(live.client, Failed(request_id=live.request_id, kind=kind, reason=reason))
         self._forget(live)
 
