@@ -95,7 +95,7 @@ def test_a_stream_of_short_prompts_starves_no_long_one_and_is_not_starved(
         launches, waited = launches + 1, waited + 1
         waited_most = max(waited_most, waited)
         assert launches <= 2 * 60 * longs + 2
-    assert waited_most <= 3  # the last row of a long one is a short prompt too
+    assert waited_most <= 4  # turn of a long one, whose last row is then a short prompt; turn of the next
 
 
 def test_a_posted_whale_holds_its_slot_and_runs_nothing_here() -> None:
