@@ -8,6 +8,7 @@ from __future__ import annotations
 from whalez.config import FleetConfig
 from whalez.fabric.layout import SlabSpec
 from whalez.model.config import KimiLinearConfig
+from whalez.model.scratch import scratch_bytes as forward_bytes
 from whalez.planning import CostModel, PlanPolicy, rows_max
 
 
@@ -59,31 +60,17 @@ def slab_spec(config: KimiLinearConfig, fleet: FleetConfig, policy: PlanPolicy) 
     )
 
 
-_KDA_CHUNK = 64  # rows of one chunk of ops.kda
 _EXPERT_BLOCK_ROWS = 1024  # rows of one expert that parallel.expert computes at a time
 
 
 def scratch_bytes(config: KimiLinearConfig, settings: FleetConfig, rows: int) -> int:
-    """Bytes a launch of `rows` rows takes beside weights, cache and slab, at most: buffers of the forward pass and of
-    an owner of experts."""
-    heads, inner, dim = config.kda_heads, config.kda_inner, config.kda_head_dim
-    queries = config.num_attention_heads
-    row = 3 * config.hidden_size
-    if config.kda_layers:
-        row += 6 * inner + 2 * dim + 2 * heads  # projected and convolved q, k, v; gates before their expansion
-        row += 2 * inner + heads * _KDA_CHUNK  # decay, gate and scores
-    attended = max(inner if config.kda_layers else 0, queries * config.v_head_dim if config.mla_layers else 0)
-    window = 0
-    if config.mla_layers:
-        row += queries * (config.qk_head_dim + config.v_head_dim + 2) + config.latent_width
-        depth = min(settings.max_ctx, settings.attention_window)
-        window = depth * (config.latent_width + queries * (config.qk_nope_head_dim + config.v_head_dim))
-    mlp = max(config.intermediate_size if config.dense_layers else 0, config.shared_size if config.moe_layers else 0)
-    values = rows * (row + attended + 3 * mlp) + (-(-rows // _KDA_CHUNK)) * inner + window
+    """Bytes a launch of `rows` rows takes beside weights, cache and slab: the block of the forward pass, and what an
+    owner of experts needs."""
+    forward = forward_bytes(config, rows, min(settings.attention_window, settings.max_ctx))
     if not config.moe_layers:
-        return 4 * values
-    values += rows * config.num_experts
-    values += _EXPERT_BLOCK_ROWS * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
+        return forward
+    block = 4 * _EXPERT_BLOCK_ROWS * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
     # Where each row of each source goes: source, row and weight in 4 bytes, destination in 8.
     most_here = -(-config.num_experts // settings.world)
-    return 4 * values + 20 * settings.world * rows * min(config.num_experts_per_token, most_here)
+    entries = settings.world * rows * min(config.num_experts_per_token, most_here)
+    return forward + block + 20 * entries + 8 * (most_here + 1)
