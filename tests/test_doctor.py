@@ -285,8 +285,9 @@ def test_scratch_is_what_a_rank_makes_at_its_start(tmp_path: Path, preset: str) 
 def test_counting_loads_no_kernels(model: Path) -> None:
     """In a launcher numba would compile them into another cache, before it has started anything."""
     code = (
-        "import sys; from pathlib import Path; from whalez.doctor import measure; from whalez.config import fleet_config\n"
-        f"model = Path({str(model)!r}); measure(model, fleet_config(model, 2, {{}}), 2); print('numba' in sys.modules)"
+        "import sys; from pathlib import Path; from whalez import config, doctor\n"
+        f"model = Path({str(model)!r}); doctor.measure(model, config.fleet_config(model, 2, {{}}), 2)\n"
+        "print('numba' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
