@@ -122,11 +122,11 @@ def last_words(port: int, stream: bool, begun: list[int]) -> tuple[int, str, flo
     return answer.status_code, json.loads(lines[-1])["error"]["message"], time.monotonic()
 
 
-def test_every_client_hears_which_rank_was_killed(tiny: Path, start: Callable[..., Fleet]) -> None:
+def test_every_client_hears_which_rank_was_killed(tiny: Path, tmp_path: Path, start: Callable[..., Fleet]) -> None:
     """Behind the fleet's front and behind each rank's own, whole and streamed, on the killed rank and beside it."""
     world, victim = 3, 1
     port = free_ports(1 + world)
-    fleet = start(tiny, world, listen=f"127.0.0.1:{port}", max_ctx=4096, cache_tokens=4 * 4096)
+    fleet = start(tiny, world, listen=f"127.0.0.1:{port}", run_dir=tmp_path, max_ctx=4096, cache_tokens=4 * 4096)
     both = (False, True)
     behind_one = [(port, stream) for stream in both for _ in range(world)]  # an idle fleet takes them in turn
     behind_own = [(port + 1 + rank, stream) for rank in range(world) for stream in both]
