@@ -119,6 +119,7 @@ class Need:
     slab_bytes: int  #: of one rank
     weights_bytes: int = 0  #: of one rank, the one with most experts
     cache_bytes: int = 0  #: of one rank with every slot and page written
+    scratch_bytes: int = 0  #: of one rank in its largest launch
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------
@@ -195,16 +196,20 @@ def probe_memory(machine: Machine, need: Need) -> Finding:
     available = memory_available(machine)
     if available is None:
         return Finding("warn", "memory", "the kernel does not say how much is available")
-    least = need.ranks_here * (need.weights_bytes + need.slab_bytes + PROCESS_BYTES)
-    most = least + need.ranks_here * need.cache_bytes
-    text = (
-        f"{_mib(available[0])} available {available[1]}; {need.ranks_here} ranks need {_mib(least)} "
-        f"(weights {_mib(need.weights_bytes)}, slab {_mib(need.slab_bytes)} each), {_mib(most)} with full caches"
+    parts = (  # what each takes, and what makes it smaller
+        (need.cache_bytes, "full cache", "a smaller --max-ctx, --cache-tokens or --slots"),
+        (need.weights_bytes, "weights", "fewer ranks or a smaller model"),
+        (need.slab_bytes, "slab", "fewer ranks or a smaller --chunk-tokens"),
+        (need.scratch_bytes, "scratch", "a smaller --chunk-tokens or --attention-window"),
     )
-    if available[0] < least:
-        return Finding("fail", "memory", text, "use fewer ranks, a smaller --chunk-tokens or a smaller model")
-    if available[0] < most:
-        return Finding("warn", "memory", text, "long contexts will not all fit: use a smaller --max-ctx or --slots")
+    needed = need.ranks_here * (sum(part[0] for part in parts) + PROCESS_BYTES)
+    each = ", ".join(f"{name} {_mib(nbytes)}" for nbytes, name, _ in parts)
+    text = (
+        f"{need.ranks_here} ranks need {_mib(needed)}, {_mib(available[0])} are available {available[1]} "
+        f"(each: {each}, process {_mib(PROCESS_BYTES)})"
+    )
+    if available[0] < needed:
+        return Finding("fail", "memory", text, f"use {max(parts)[2]}")
     return Finding("ok", "memory", text)
 
 
@@ -268,7 +273,7 @@ def probe_shm(machine: Machine, need: Need) -> Finding:
     advised = f"{-(-total // MIB) + 16}m"
     advice = (
         f"in a container start it with --shm-size={advised}, elsewhere `mount -o remount,size={advised} "
-        f"{machine.shm}`, or use fewer ranks or a smaller --chunk-tokens"
+        f"{machine.shm}`, or use fewer ranks or a smaller --chunk-tokens or --slots"
     )
     try:
         space = machine.statvfs(machine.shm)
@@ -372,24 +377,20 @@ def probe_imex(machine: Machine) -> Finding | None:
 
 
 # ---- all together ---------------------------------------------------------------------------------------------
-def measure(model_dir: Path, fleet: FleetConfig, ranks_here: int, *, quick: bool = False) -> Need:
+def measure(model_dir: Path, fleet: FleetConfig, ranks_here: int) -> Need:
     """What this model and configuration need. Raises: CheckpointError, ConfigError."""
     # Not at the top: numpy takes longer to import than all else here together.
-    from whalez.engine.sizing import plan_policy, slab_spec
+    import numpy as np
+
+    from whalez.engine.sizing import plan_policy, scratch_bytes, slab_spec
     from whalez.fabric.layout import SlabLayout
     from whalez.model.config import KimiLinearConfig
+    from whalez.model.weights import expert_bounds, weight_plan
 
     config = KimiLinearConfig.from_dir(model_dir)
     if config.moe_layers and fleet.world > config.num_experts:
         raise ConfigError(f"world: expected at most {config.num_experts} (the model's experts), got {fleet.world}")
-    slab_bytes = SlabLayout.from_spec(slab_spec(config, fleet, plan_policy(config, fleet))).nbytes
-    if quick:
-        return Need(world=fleet.world, ranks_here=ranks_here, slab_bytes=slab_bytes)
-
-    import numpy as np
-
-    from whalez.model.weights import expert_bounds, weight_plan
-
+    spec = slab_spec(config, fleet, plan_policy(config, fleet))
     made: list[int] = []
 
     def note(shape: tuple[int, ...]) -> Any:
@@ -405,9 +406,10 @@ def measure(model_dir: Path, fleet: FleetConfig, ranks_here: int, *, quick: bool
     return Need(
         world=fleet.world,
         ranks_here=ranks_here,
-        slab_bytes=slab_bytes,
+        slab_bytes=SlabLayout.from_spec(spec).nbytes,
         weights_bytes=sum(made),
         cache_bytes=cache_bytes,
+        scratch_bytes=scratch_bytes(config, fleet, spec.rows_max),
     )
 
 
@@ -436,13 +438,11 @@ def examine(
     found += [probe_files(machine, here, world), probe_futex(machine), probe_pidfd(machine), probe_kernels(machine)]
     if model_dir is not None:
         try:
-            need = measure(model_dir, fleet_config(model_dir, world, settings), here, quick=quick)
+            need = measure(model_dir, fleet_config(model_dir, world, settings), here)
         except WhalezError as error:
             found.append(Finding("fail", "model", str(error)))
         else:
-            found += [probe_shm(machine, need), probe_file_size(machine, need)]
-            if not quick:
-                found.append(probe_memory(machine, need))
+            found += [probe_shm(machine, need), probe_file_size(machine, need), probe_memory(machine, need)]
     if not quick:
         found += [probe_launcher(machine), probe_cuda(machine), probe_imex(machine)]
     return [finding for finding in found if finding is not None]
