@@ -40,7 +40,8 @@ from whalez.serve.tokenizer import load_tokenizer
 from whalez.warm import kernel_environment, warm
 
 LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, before it is killed
-FRONT_LEAVE_S = 0.4  #: what the front has after the last rank, to tell its clients
+FRONT_LEAVE_S = 0.4  #: what fronts have after the last rank, to tell their clients
+FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
 START_S = 300.0  #: the world has this long to come up
 LOG_TAIL_LINES = 3
 TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
@@ -153,6 +154,15 @@ class _Process:
         self._popen.wait()
         self.is_reaped = True
         os.close(self.pidfd)
+
+    def is_alone(self) -> bool:
+        """No other process is left of its group: a rank's own front has gone."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(group) == self.pid != int(folder.name) and state != "Z":
+                    return False
+        return True
 
     def group_is_gone(self) -> bool:
         try:
@@ -534,7 +544,7 @@ class Fleet:
 
     async def _fail(self, first: _Process) -> None:
         """A process is gone that should not be: the others leave by themselves and say why, or are killed."""
-        await self._leave()
+        await self._leave(FRONT_FAIL_S)
         self.failure = self._blame(first)
         await self._end_requests(self.failure)
         self._over.set()
@@ -551,13 +561,17 @@ class Fleet:
             return PeerDied(int(named[1]), named[2])
         return PeerDied(first.rank, first.obituary())
 
-    async def _leave(self) -> None:
-        """Wait for all to exit, kill the rest, reap everything. The front goes last: it passes on how ranks ended."""
-        await self._until_exited([p for p in self._processes if p.rank is not None], LEAVE_S)
+    async def _leave(self, fronts_s: float) -> None:
+        """Wait for all to exit, kill the rest, reap everything. Fronts go last: they pass on how ranks ended."""
+        ranks = [p for p in self._processes if p.rank is not None]
         fronts = [p for p in self._processes if p.rank is None]
+        await self._until_exited(ranks, LEAVE_S)
+        deadline = time.monotonic() + fronts_s
         for front in fronts:
             front.signal(signal.SIGTERM)
-        await self._until_exited(fronts, FRONT_LEAVE_S)
+        await self._until_exited(fronts, fronts_s)
+        while time.monotonic() < deadline and not all(rank.is_alone() for rank in ranks):
+            await asyncio.sleep(0.02)
         for process in self._processes:
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
@@ -587,7 +601,7 @@ class Fleet:
             for process in self._processes:
                 process.signal(signal.SIGTERM)
             await self._end_requests(Unavailable("the fleet is stopping"))
-            await self._leave()
+            await self._leave(FRONT_LEAVE_S)
         await asyncio.gather(*(link.close() for link in self._links))
         # An interrupted start may still be unwinding; the loop must not end under it.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
