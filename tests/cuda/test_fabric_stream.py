@@ -16,6 +16,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from numba.cuda import types
 
 from helpers.cuda_world import fake_kernels, image
+from helpers.devices import SUPERSTEP
 from whalez.errors import CapabilityMissing, FabricError
 from whalez.fabric.cuda.driver import Device, Driver, DriverError
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_write_kernel
@@ -28,8 +29,6 @@ ODD = Kernel(
     lambda *arguments: None,
     (types.int32, types.CPointer(types.float32), types.float32, types.uint16, types.int64, types.float64, types.uint64),
 )
-#: Entries of a superstep: none of these allocates, frees, compiles, loads or waits for the device.
-SUPERSTEP = {"cuLaunchKernel", "cuStreamBatchMemOp", "cuStreamWriteValue64", "cuMemcpyAsync", "cuMemsetD8Async"}
 
 
 class Bench:

@@ -9,7 +9,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, performed, rounded, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.ops.conv import cuda as conv
 from whalez.ops.conv import naive
 from whalez.testing import simt
@@ -272,6 +272,7 @@ def test_a_halo_behind_2_31_elements(tmp_path):
         assert_bf16_near(np.array(to[:, :8]).view(BF16), case.wanted, slack=4e-6)
 
 
+@seeds(conv.short_conv_kernel)
 @changes(
     {"old": "t_x[j] = t_x[j + 16]", "new": "t_x[j] = t_x[j + 12]"},
     {"old": "t_x[j] = t_x[j + 4]", "new": "t_x[j] = t_x[j]"},
@@ -293,6 +294,7 @@ def test_mistakes_in_short_conv_are_caught(change):
     assert_caught(check, devices.Stream(), conv.short_conv_kernel, simt.SimtError, **change)
 
 
+@seeds(conv.conv_halos_kernel)
 @changes(
     {"old": "i_tile * TILE_ROWS - TAIL + j", "new": "i_tile * TILE_ROWS - TAIL + j + 1"},
     {"old": "i_tile == 0", "new": "False", "nth": 0},
@@ -307,6 +309,7 @@ def test_mistakes_in_conv_halos_are_caught(change):
     assert_caught(check, devices.Stream(), conv.conv_halos_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 def test_in_place_without_saved_halos_is_caught():
     """What the scratch is for: some order writes the rows above a tile before the tile has read them."""
 
@@ -326,6 +329,7 @@ def test_in_place_without_saved_halos_is_caught():
         check_without("forward")
 
 
+@seeds(conv.conv_tail_kernel)
 @changes(
     {"old": "i_row < 0", "new": "i_row < 1", "nth": 0},
     {"old": "i_row < 0", "new": "i_row <= 0", "nth": 1},
@@ -342,6 +346,7 @@ def test_mistakes_in_conv_tail_are_caught(change):
     assert_caught(check, devices.Stream(), conv.conv_tail_kernel, simt.SimtError, **change)
 
 
+@seeds(conv.short_conv_decode_kernel)
 @changes(
     {"old": "g_slots[i_request] * slot_stride", "new": "i_request * slot_stride"},
     {"old": "t_x[4 * (j + 1) + k]", "new": "t_x[4 * j + k]"},

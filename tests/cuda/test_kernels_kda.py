@@ -18,7 +18,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, performed, rounded, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import KERNELS
 from whalez.ops.kda import cuda as kda
@@ -507,6 +507,7 @@ def prefill_of_130(stream):
     check_prefill(stream, make(130), "seed1")
 
 
+@seeds(kda.WIDTHS[32].prepare)
 @changes(
     {"old": "decayed *= s_alpha[slot]", "new": "pass"},
     {"old": "cuda.syncthreads()", "new": "pass", "nth": 0},
@@ -527,6 +528,7 @@ def test_mistakes_in_prepare(change):
     assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].prepare, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].scan)
 @changes(
     {"old": "cuda.syncthreads()", "new": "pass", "inside": "await_rows_block"},
     {"old": "state[r, c] *= decay", "new": "pass"},
@@ -540,6 +542,7 @@ def test_mistakes_in_scan(change):
     assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].scan, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].package)
 @changes(
     {"old": "x[r, c] *= decay", "new": "pass"},
     {"old": "cuda.syncthreads()", "new": "pass", "inside": "await_rows_block"},
@@ -551,6 +554,7 @@ def test_mistakes_in_package(change):
     assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].package, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].compose)
 @changes(
     {  # S M for M S
         "old": "g_left, g_right = g_m, g_state",
@@ -564,6 +568,7 @@ def test_mistakes_in_compose(change):
     assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].compose, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].decode)
 @changes(
     {"old": "* s_alpha[warp_rows * warp + r]", "new": ""},
     {"old": "cuda.syncthreads()", "new": "pass", "nth": 1},
@@ -580,6 +585,7 @@ def test_mistakes_in_decode(change):
     assert_caught(check, devices.Stream(), kda.WIDTHS[32].decode, simt.SimtError, **change)
 
 
+@seeds(kda.kda_gate_kernel)
 @changes(
     {"old": "math.exp(-abs(r))", "new": "math.exp(r)"},
     {"old": "g_a_log[i_head]", "new": "g_a_log[0]"},
@@ -591,6 +597,7 @@ def test_mistakes_in_gate(change):
     assert_caught(check_gate, devices.Stream(), kda.kda_gate_kernel, simt.SimtError, **change)
 
 
+@seeds(kda.kda_beta_kernel)
 @changes(
     {"old": "x < rows * heads", "new": "x <= rows * heads"},
     {"old": "* b_stride", "new": "* heads"},

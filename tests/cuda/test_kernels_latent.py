@@ -9,7 +9,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, draw, performed, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.errors import ShapeError
 from whalez.ops.latent import cuda as latent
 from whalez.ops.latent.naive import naive_latent_append, naive_latent_gather, naive_latent_norm
@@ -171,6 +171,7 @@ def test_pages_behind_2_31_elements(tmp_path, op):
     )
 
 
+@seeds(latent.latent_append_kernel, latent.latent_gather_kernel)
 @pytest.mark.parametrize("op", ["append", "gather"])
 @changes(
     {"old": "i_row < count", "new": "i_row <= count"},
@@ -192,6 +193,7 @@ def test_mistakes_in_append_and_gather_are_caught(op, change):
     assert_caught(check, devices.Stream(), kernel, simt.SimtError, **{**change, "inside": inside})
 
 
+@seeds(latent.latent_append_decode_kernel)
 @changes(
     {"old": "i_row * pages_stride", "new": "0"},
     {"old": "g_positions[i_row]", "new": "g_positions[0]"},
@@ -209,9 +211,7 @@ def test_mistakes_in_append_decode_are_caught(change):
 
 def test_a_norm_that_reaches_into_the_shared_keys_is_caught():
     change = {"old": "i < width", "new": "i < width + 1", "nth": 0}
-    assert_caught(
-        lambda s: check_norm(2, 37, 3, stream=s), devices.Stream(), rms_norm_kernel, simt.SimtError, **change
-    )
+    assert_caught(lambda s: check_norm(2, 37, 3, stream=s), devices.Stream(), rms_norm_kernel, simt.SimtError, **change)
 
 
 @pytest.mark.no_gpu

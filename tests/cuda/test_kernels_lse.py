@@ -11,7 +11,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_compact, chips, performed, rounded, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.errors import ShapeError
 from whalez.ops.lse import cuda as lse
 from whalez.ops.lse.naive import naive_lse_merge
@@ -246,6 +246,7 @@ def test_rows_behind_2_31_elements(tmp_path, kernel, check, old):
     assert_caught(lambda s: check(tmp_path, s), stream, kernel, simt.SimtError, old=old, new=wrapped)
 
 
+@seeds(lse.lse_merge_f32_kernel, lse.lse_merge_bf16_kernel)
 @pytest.mark.parametrize("dtype", DTYPES)
 @changes(
     {"old": " * to_natural", "new": ""},
@@ -277,6 +278,7 @@ def test_mistakes_in_merge_are_caught(dtype, change):
     assert_caught(check, devices.Stream(), kernel, simt.SimtError, **change)
 
 
+@seeds(lse.lse_finalise_kernel)
 @changes(
     {"old": "f32(0.0) if is_empty else t_acc[j]", "new": "t_acc[j]"},
     {"old": "f32(0.0) if is_empty else g_acc", "new": "g_acc"},

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("numba.cuda")
 
 from helpers import devices
-from helpers.mutate import MutantStream, assert_caught, mutate
+from helpers.mutate import MutantStream, assert_caught, mutate, seeds
 from whalez.errors import ShapeError
 from whalez.ops.device.compile import compile_cubin, resource_usage, sass_opcodes
 from whalez.ops.device.kernel import KERNELS
@@ -300,6 +300,7 @@ def test_context_in_windows(start, queries, window):
     assert (len(calls) == 1) == (keys <= window)
 
 
+@seeds(ATTEND_TILES[SMALL][1])
 @pytest.mark.parametrize(
     "change",
     [
@@ -437,7 +438,11 @@ def absorbed(pool, pages, lengths, q, shares, g_pool=None):
     out = devices.empty((requests, heads, RANK), np.uint16)
     scratch = devices.empty(mla_decode_scratch_bytes(requests, heads, shares), np.uint8, 16)
     g_pool = bits(pool) if g_pool is None else g_pool
-    g_q, g_pages, g_lengths = bits(q), devices.array(np.array(pages, np.int32)), devices.array(np.array(lengths, np.int64))
+    g_q, g_pages, g_lengths = (
+        bits(q),
+        devices.array(np.array(pages, np.int32)),
+        devices.array(np.array(lengths, np.int64)),
+    )
     mla_decode_absorbed(
         stream, at(g_q), at(g_pool), at(g_pages), at(g_lengths), at(out), at(scratch), requests=requests, heads=heads,
         pages_row=g_pages.shape[1], page_tokens=pool.shape[1], shares=shares, scale=0.05,
@@ -470,6 +475,7 @@ def test_shares_merge_over_gaps():
     np.testing.assert_array_equal(out, 2.0)
 
 
+@seeds(mla_decode_split_kernel)
 @pytest.mark.parametrize(
     "change",
     [
@@ -485,6 +491,7 @@ def test_decode_split_mutations(change):
     assert_caught(case.check, devices.Stream(), mla_decode_split_kernel, simt.SimtError, **change)
 
 
+@seeds(mla_decode_merge_kernel)
 @pytest.mark.parametrize(
     "change",
     [
@@ -499,6 +506,7 @@ def test_decode_merge_mutations(change):
     assert_caught(case.check, devices.Stream(), mla_decode_merge_kernel, simt.SimtError, **change)
 
 
+@seeds(KERNELS["mla_absorb_kernel"], KERNELS["mla_project_kernel"])
 @pytest.mark.parametrize(
     ("name", "change"),
     [

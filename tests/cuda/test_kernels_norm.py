@@ -9,7 +9,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers import devices
 from helpers.device_rows import Rows, assert_bf16_near, assert_compact, chips, draw, performed, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.ops.moe import cuda as moe
 from whalez.ops.moe.naive import naive_swiglu
 from whalez.ops.norm import cuda as norm
@@ -207,6 +207,7 @@ def test_rows_behind_2_31_elements(tmp_path):
         )
 
 
+@seeds(norm.rms_norm_kernel)
 @changes(
     {"old": "block_sum_block(square)", "new": "square"},
     {"old": "cuda.syncthreads()", "new": "pass", "inside": "block_sum_block"},
@@ -231,6 +232,7 @@ def test_mistakes_in_rms_norm_are_caught(change):
     assert_caught(check, devices.Stream(), norm.rms_norm_kernel, simt.SimtError, **change)
 
 
+@seeds(norm.gated_rms_norm_kernel)
 @changes(
     {"old": "sigmoid_thread(t_gate[j])", "new": "t_gate[j] * sigmoid_thread(t_gate[j])"},
     {"old": "i_row * gate_stride + i_head * width", "new": "i_row * gate_stride"},
@@ -247,6 +249,7 @@ def test_mistakes_in_gated_rms_norm_are_caught(change):
     assert_caught(check, devices.Stream(), norm.gated_rms_norm_kernel, simt.SimtError, **change)
 
 
+@seeds(norm.l2_norm_kernel)
 @changes(
     {"constants": {"L2_EPS": 1e-5}},
     {"old": "f32(L2_EPS))", "new": "f32(L2_EPS)) * f32(8.0)"},
@@ -261,6 +264,7 @@ def test_mistakes_in_l2_norm_are_caught(change):
     assert_caught(check, devices.Stream(), norm.l2_norm_kernel, simt.SimtError, **change)
 
 
+@seeds(moe.swiglu_kernel)
 @changes(
     {"old": "t_up[j] *= t_gate[j] * sigmoid_thread(t_gate[j])", "new": "t_up[j] *= sigmoid_thread(t_gate[j])"},
     {"old": "t_up[j] *= t_gate[j] * sigmoid", "new": "t_up[j] = t_gate[j] * t_up[j] * t_up[j] * sigmoid"},

@@ -129,7 +129,7 @@ class Gpu:
             self.device.driver.cuMemFree(self._spaces.pop())
 
     def empty(self, shape: Any, dtype: Any = np.float32, align: int = 1) -> np.ndarray:
-        """As `simt.empty`; `align` is at least 256, and instead of pages that fault there are bytes that are checked."""
+        """As `simt.empty`; aligned to 256, and instead of pages that fault there are bytes that are checked."""
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.device.bind()
@@ -254,7 +254,7 @@ def sparse(path: Any, rows: int, stride: int, dtype: Any = np.uint16) -> np.ndar
     return _current.sparse(path, (rows, stride), dtype)
 
 
-def Stream(rank: int = 0) -> Any:  # noqa: N802  stands in for a class
+def Stream(rank: int = 0) -> Any:
     return _current.stream(rank)
 
 
