@@ -4,6 +4,8 @@ Tolerance: results that pass through bf16 weights may be off by twice what a pla
 is off, and one rounding unit of the result; lse, which is f32 throughout, as on the host.
 """
 
+import itertools
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -266,6 +268,107 @@ def test_depth_of_260_000_tokens(tmp_path):
     kernel = ATTEND_TILES[FULL][1]
     change = {"inside": "copy_rows_block", "old": "row * row_bytes", "new": "int32(row * row_bytes)"}
     assert_caught(deep.check, devices.Stream(), kernel, simt.SimtError, **change)
+
+
+def fill(device, address, pattern, count):
+    """`count` copies of a row of bf16 bits in device memory."""
+    rows = np.broadcast_to(pattern, (min(count, 2048), *pattern.shape)).copy()
+    for first in range(0, count, len(rows)):
+        part = rows[: count - first]
+        device.driver.cuMemcpyHtoD(address + first * pattern.nbytes, part.ctypes.data, part.nbytes)
+
+
+def whole_depth(device, tokens, heads, run):
+    """Attention over `tokens` equal keys, in device memory: every output of every token must be its head's value.
+
+    run: performs a stream that was told of the launch
+    """
+    nope, shared, value = FULL
+    values = rounded(np.linspace(-3, 3, heads))
+    kv_row, q_row = np.empty((heads, nope + value)), np.full((heads, nope + shared), rounded(0.7))
+    kv_row[:, :nope], kv_row[:, nope:] = rounded(0.3), values[:, None]
+    patterns = [np.asarray(row, np.float32).astype(BF16).view(np.uint16) for row in (q_row, kv_row)]
+    patterns.append(np.full(shared, rounded(0.3), np.float32).astype(BF16).view(np.uint16))
+    device.bind()
+    driver, taken = device.driver, []
+    out_row = heads * value * 4
+    try:
+        sizes = (*(pattern.nbytes * tokens for pattern in patterns), out_row * tokens, heads * 4 * tokens)
+        taken.extend(driver.cuMemAlloc(nbytes) for nbytes in sizes)
+        q, kv, kr, out, lse = map(int, taken)
+        for address, pattern in zip((q, kv, kr), patterns, strict=True):
+            fill(device, address, pattern, tokens)
+        driver.cuMemsetD8(out, 0xFF, out_row * tokens)
+        stream = devices.Stream()
+        mla_attend(
+            stream, q, kv, kr, out, lse, queries=tokens, keys=tokens, heads=heads, dims=FULL, q_start=0, causal=True,
+            scale=0.125,
+        )  # fmt: skip
+        run([stream])
+        want = np.repeat(values.astype(np.float32), value)
+        for first in range(0, tokens, 2048):
+            got = np.empty((min(2048, tokens - first), len(want)), np.float32)
+            driver.cuMemcpyDtoH(got.ctypes.data, out + first * out_row, got.nbytes)
+            np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape), err_msg=f"from token {first}")
+    finally:
+        for pointer in taken:
+            driver.cuMemFree(pointer)
+
+
+@pytest.mark.timeout(600)
+def test_depth_of_260_000_tokens_in_full(request, device):
+    """All of it on a GPU: 36 GB, 1e15 products. Without one, 70 tokens over the fake driver."""
+    with ExitStack() as stack:
+        if request.node.callspec.params["device"] == "gpu":
+            made, tokens, heads = request.getfixturevalue("gpu"), 260_000, 96
+            free, _ = made.device.driver.cuMemGetInfo()
+            if free < 40e9:
+                pytest.skip(f"260,000 tokens x 96 heads take 36 GB, {free / 1e9:.0f} GB are free")
+        else:
+            made, tokens, heads = devices.FakeGpu(stack), 70, 2
+            stack.callback(made.close)
+        with devices.used(made):
+            whole_depth(made.device, tokens, heads, devices.run_queues)
+
+
+@pytest.mark.no_gpu
+def test_the_depth_test_sees_a_value_that_was_not_written():
+    with ExitStack() as stack:
+        fake = devices.FakeGpu(stack)
+        stack.callback(fake.close)
+        with devices.used(fake), pytest.raises(AssertionError, match="from token 0"):
+            whole_depth(fake.device, 70, 2, lambda streams: None)
+
+
+def leveled(rng, width, total):
+    """Bounds of `width` uneven segments of `total` tokens, none empty."""
+    cuts = np.sort(rng.choice(np.arange(1, total), width - 1, replace=False))
+    return [0, *cuts.tolist(), total]
+
+
+def check_segments(prefix, extend, width):
+    """Every member's rows, by its own start, against the one pass over all."""
+    rng = np.random.default_rng(prefix + extend)
+    case = Attend.draw(SMALL, extend, prefix + extend, 2, prefix)
+    want, want_lse = naive_mla_attend(case.q, case.kv, case.kr, prefix, True, case.scale)
+    for begin, end in itertools.pairwise(leveled(rng, width, extend)):
+        seen = prefix + end
+        member = Attend(case.q[begin:end], case.kv[:seen], case.kr[:seen], prefix + begin, True, case.scale)
+        out, lse = member.run(devices.Stream())
+        plain = plain_attend(member.q, member.kv, member.kr, prefix + begin, True, case.scale, False)
+        assert_near(out, want[begin:end], plain, F32_UNIT)
+        np.testing.assert_allclose(lse, want_lse[begin:end], rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize(("prefix", "extend", "width"), [(1, 67, 4), (0, 65, 3), (130, 9, 4), (64, 64, 2), (3, 40, 7)])
+def test_uneven_segments_behind_a_prefix_are_one_causal_pass(prefix, extend, width):
+    """A length that was padded, clamped or levelled would shift the mask of some member."""
+    check_segments(prefix, extend, width)
+
+
+def test_the_segments_that_were_clamped():
+    """Prefix 1, extension 3,670, four members: where a padded length made -1 of the prefix."""
+    check_segments(1, 3670, 4)
 
 
 @pytest.mark.parametrize(

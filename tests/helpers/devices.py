@@ -34,7 +34,7 @@ from whalez.testing.fake_driver import FakeDriver, fake_processes
 from whalez.testing.simt.memory import POISON
 
 GUARD_BYTES = 4096
-DRAIN_S = 60.0
+DRAIN_S = 240.0  # the largest launch of a test takes most of a minute
 #: Every driver call that a superstep may make: none of them allocates, frees, compiles, loads or waits.
 SUPERSTEP = {"cuLaunchKernel", "cuStreamBatchMemOp", "cuStreamWriteValue64", "cuMemcpyAsync", "cuMemsetD8Async"}
 _PORTABLE_MAPPED = 3
