@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo test test-long bench lint types contracts kernels check clean
+.PHONY: demo test test-long gpu-check bench lint types contracts kernels check clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -15,6 +15,10 @@ test: $(READY)
 
 test-long: $(READY)
 	$(PYTEST) -m "not gpu" --timeout 900
+
+# On a machine with a GPU: the tests that need one, and a report of device, driver and results in build/gpu-check.md.
+gpu-check: $(READY)
+	$(BIN)/python tools/gpu_check.py
 
 bench: $(READY)
 	$(BIN)/python -m bench
