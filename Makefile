@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 tier = @began=$$(date +%s); $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \
 	--durations=10 $(1); status=$$?; echo "$@ took $$(($$(date +%s) - began)) s"; exit $$status
 
-.PHONY: demo test test-long bench lint types contracts kernels check clean
+.PHONY: demo test test-long gpu-check bench lint types contracts kernels check clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -17,6 +17,10 @@ test: $(READY)
 
 test-long: $(READY)
 	$(call tier,-m "not gpu" --timeout 900)
+
+# On a machine with a GPU: the tests that need one, and a report of device, driver and results in build/gpu-check.md.
+gpu-check: $(READY)
+	$(BIN)/python tools/gpu_check.py
 
 bench: $(READY)
 	$(BIN)/python -m bench
