@@ -443,6 +443,7 @@ class Sequencer:
                 self._bye(draft, msg.Bye(rank=gone.rank), now_ns, effects)
             return
         draft.phase = PHASES[draft.phase, Input.GONE]
+        draft.waiting = ()  # their posters fail, as everybody does
         effects.append(do.Broadcast(msg.Died(rank=gone.rank, how=gone.how)))
 
     # ---- time --------------------------------------------------------------------------------------------------
