@@ -196,6 +196,7 @@ class _Process:
         self.free_at_ns = 0  #: when its last launch has nothing more to do here
         self.operation_left = 0
         self.count = 0  #: index of the launch composed next
+        self.composed_ns = 0  #: when it composed last
         self.reserved: set[int] = set()
         self.is_draining = False
         self.has_left = False
@@ -765,7 +766,7 @@ class Simulator:
         words = tuple(row) if launch >= w.words_back else (0,) * self.world
         compose = self._step_member(process, ev.LaunchComposing(launch, words))
         assert compose is not None
-        process.count = launch + 1
+        process.count, process.composed_ns = launch + 1, self.now_ns
         run.word_rows[launch % self.word_copies][rank] = compose.word
         run.checker.composed(rank, compose)
         if not process.scheduler.is_empty:
@@ -819,7 +820,11 @@ class Simulator:
     def _heartbeat(self, process: _Process, token: int) -> None:
         run = self._run_of(process)
         if run is not None and process.is_asleep and process.wake_token == token:
-            waiting = [rank for rank, other in run.processes.items() if other.count > process.count]
+            waiting = [
+                rank
+                for rank, other in run.processes.items()
+                if other.count > process.count and other.composed_ns + BELL_NS < self.now_ns
+            ]
             if waiting:
                 raise SimulationFailed(f"rank {process.rank} slept until its heartbeat, {waiting} waited for it")
             self._wake(process)
