@@ -763,7 +763,7 @@ def worlds() -> tuple[World, ...]:
     long = World(name="two ranks, a whale of two supersteps", ranks=2, whales=(Whale(gang=(0, 1), supersteps=2),))
     trio = World(name="three ranks, one whale", ranks=3, whales=(Whale(gang=(0, 2, 1)),))
     part = World(name="three ranks, a whale of two of them", ranks=3, whales=(Whale(gang=(2, 1)),))
-    pairs = (_pair(2, "two whales"), _pair(2, "two whales, declines", declines=1))
+    pairs = (_pair(2, "two whales"), _pair(2, "two whales and a decline", declines=1))
     return (*pairs, long, trio, part, *troubles)
 
 
@@ -777,7 +777,7 @@ def deep_worlds(lateness: int = 1) -> tuple[World, ...]:
     ]
     all_four = {"declines": 1, "withdraws": 1, "deadlines": 1, "deaths": 1}
     both = _pair(1, "one whale, decline, withdraw, deadline and death", **all_four, **more)
-    trio = World(name="three ranks, two whales", ranks=3, whales=(Whale(gang=(0, 1)), Whale(gang=(2, 1))), **more)
+    trio = World(name="three ranks, two whales", ranks=3, whales=(Whale(gang=(0, 1)), Whale(gang=(1, 2))), **more)
     apart = World(name="four ranks, two gangs", ranks=4, whales=(Whale(gang=(0, 1)), Whale(gang=(2, 3))), **more)
     drain = _pair(1, "one whale, drains, words of n-2", words_back=2, drains=1, **more)
     return (_pair(2, "two whales, words of n-2", words_back=2, **more), *pairs, both, trio, apart, drain)

@@ -47,10 +47,10 @@ class NamesHighest(m.Member):
 
 
 class SkipsABoundary(m.Member):
-    """Every seventh launch is composed as if nothing was held."""
+    """Odd ranks compose every third launch as if nothing was held."""
 
     def step(self, event: ev.Event, now_ns: int) -> list[do.Effect]:
-        if isinstance(event, ev.LaunchComposing) and event.launch % 7 == 5 and self.state.records:
+        if isinstance(event, ev.LaunchComposing) and event.launch % 3 == 2 and self.rank % 2:
             self.state = copy(self.state)
             self.state.count += 1
             return [do.Compose(launch=event.launch, word=0, kind=do.LaunchKind.ORDINARY)]
