@@ -74,6 +74,8 @@ class Conductor:
             return []
         if isinstance(message, Died):
             return self._lost(message.rank, message.how, now_ns, launch)
+        if not self.is_complete:
+            return self._speaks_early(rank, incarnation, message, now_ns)
         claimed = getattr(message, "rank", rank)
         if claimed != rank:
             return self._impossible(rank, f"sent a {type(message).__name__} in the name of rank {claimed}")
@@ -145,6 +147,14 @@ class Conductor:
             else:
                 self.accepted[entry.rank] = before
         return outs
+
+    def _speaks_early(self, rank: int, incarnation: str, message: Message, now_ns: int) -> list[Out]:
+        """A process that talks as if it had our table has another's: it outlived the world before, and its socket has
+        found the new rank 0 by itself. That ends this process, and costs the others nothing."""
+        what = f"sent a {type(message).__name__} before the table was out: its world was an earlier one"
+        outs = self.gone(incarnation, what, now_ns, 0)
+        reason = f"incarnation {incarnation} of rank {rank} {what}"
+        return [*outs, Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
 
     def _remember_refused(self, incarnation: str) -> None:
         self._refused[incarnation] = None

@@ -582,7 +582,7 @@ class Simulator:
             for other in self.processes[1:]:
                 self._schedule(cut_ns + self._between(self.weather.message_ns), self._lose_centre, other)
         else:
-            self._schedule(cut_ns + self._between(self.weather.message_ns), self._is_gone, process, run)
+            self._schedule(cut_ns + self._between(self.weather.message_ns), self._is_gone, process)
         self._supervise()
 
     def _finish(self, process: _Process) -> None:
@@ -604,8 +604,10 @@ class Simulator:
                 self._starting.add(rank)
                 self._schedule(self.now_ns + 4 * self._between(self.weather.message_ns), self._start, rank)
 
-    def _is_gone(self, process: _Process, run: _Run | None) -> None:
-        if run is not None and run is self.live:
+    def _is_gone(self, process: _Process) -> None:
+        """Whichever rank 0 it was connected to last."""
+        run = self.live
+        if run is not None:
             self._perform(run, run.conductor.gone(process.incarnation, "killed", self.now_ns, self._count_of_zero()))
 
     def _lose_centre(self, process: _Process) -> None:
@@ -687,7 +689,7 @@ class Simulator:
                     self._offer_boundary(run, process)
             case msg.Refused():
                 self._note(process.rank, f"is refused: {message.reason}")
-                if process.has_started:
+                if self._run_of(process) is not None:
                     raise SimulationFailed(f"rank {process.rank}, which runs, is refused: {message.reason}")
                 self._end(process)
             case msg.Died():
