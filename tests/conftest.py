@@ -2,9 +2,15 @@
 
 import os
 
+import pytest
+
 from whalez.warm import use_cache, warm
 
 use_cache(os.environ)  # before anything imports numba, which reads the name of its cache once
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="write the scenarios of tests/rendezvous anew")
 
 
 def pytest_sessionstart() -> None:
