@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST := $(BIN)/python -m pytest --durations=10
+# A tier ends with its ten slowest tests, its name and its time. The workers are as many as the cores it is made for.
+tier = @began=$$(date +%s); $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \
+	--durations=10 $(1); status=$$?; echo "$@ took $$(($$(date +%s) - began)) s"; exit $$status
 
 .PHONY: demo test test-long bench lint types contracts kernels check clean
 
@@ -11,10 +13,10 @@ demo: $(READY)
 	$(BIN)/python tools/demo.py
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu"
+	$(call tier,-m "not slow and not gpu")
 
 test-long: $(READY)
-	$(PYTEST) -m "not gpu" --timeout 900
+	$(call tier,-m "not gpu" --timeout 900)
 
 bench: $(READY)
 	$(BIN)/python -m bench

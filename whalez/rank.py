@@ -192,7 +192,14 @@ class RankProcess:
                 raise hub.failure
 
         experts.on_slice = raise_failure
-        forward = Forward(config, weights, cache, experts, attention_window=fleet.attention_window)
+        forward = Forward(
+            config,
+            weights,
+            cache,
+            experts,
+            rows_max=spec.rows_max,
+            attention_window=min(fleet.attention_window, fleet.max_ctx),
+        )
 
         def progress(layer: int) -> None:
             bells.raise_progress()

@@ -85,7 +85,14 @@ class _Rank:
             watch=self.watch,
         )
         experts.on_slice = self.give_up
-        forward = Forward(config, weights, self.cache, experts, attention_window=fleet.attention_window)
+        forward = Forward(
+            config,
+            weights,
+            self.cache,
+            experts,
+            rows_max=layout.spec.rows_max,
+            attention_window=fleet.attention_window,
+        )
         hooks = Hooks(self.watch, lambda layer: self.bells.raise_progress())
         self.runner = LaunchRunner(config, forward, experts, hooks, capture=False)
 

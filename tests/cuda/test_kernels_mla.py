@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("numba.cuda")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
-from helpers.mutate import MutantStream, assert_caught, mutate
+from helpers.mutate import MutantStream, assert_caught, changes, mutate
 from whalez.errors import ShapeError
 from whalez.ops.device.compile import compile_cubin, resource_usage, sass_opcodes
 from whalez.ops.device.kernel import KERNELS
@@ -300,19 +300,16 @@ def test_context_in_windows(start, queries, window):
     assert (len(calls) == 1) == (keys <= window)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "cuda.syncthreads()", "new": "pass"},
-        {"old": "cp_async_wait_all()", "new": "pass"},
-        {"old": "1 - (i_tile & 1)", "new": "i_tile & 1"},
-        {"old": "visible = keys - i_key", "new": "visible = keys - i_key + 1"},
-        {"old": "q_start + row + 9", "new": "q_start + row + 8"},
-        {"inside": "lse_thread", "old": "libdevice.logf", "new": "libdevice.log2f"},
-        {"inside": "soften_row_quad", "old": "t_mass[i] * shrink + total", "new": "t_mass[i] + total"},
-        {"inside": "fold_warp", "old": "t_shrink[1]", "new": "t_shrink[0]", "nth": 1},
-    ],
-    ids=lambda change: change["new"],
+@changes(
+    {"old": "cuda.syncthreads()", "new": "pass"},
+    {"old": "visible = keys - i_key", "new": "visible = keys - i_key + 1"},
+    {"inside": "soften_row_quad", "old": "t_mass[i] * shrink + total", "new": "t_mass[i] + total"},
+    {"old": "cp_async_wait_all()", "new": "pass"},
+    {"old": "1 - (i_tile & 1)", "new": "i_tile & 1"},
+    {"old": "q_start + row + 9", "new": "q_start + row + 8"},
+    {"inside": "lse_thread", "old": "libdevice.logf", "new": "libdevice.log2f"},
+    {"inside": "fold_warp", "old": "t_shrink[1]", "new": "t_shrink[0]", "nth": 1},
+    quick=3,
 )
 def test_attend_mutations(change):
     case = Attend.draw(SMALL, 65, 113, 2, 48)
@@ -324,6 +321,18 @@ def test_attend_mutations(change):
         dense.check(stream)
 
     assert_caught(check, simt.SimtStream(), ATTEND_TILES[SMALL][1], simt.SimtError, **change)
+
+
+def test_a_product_with_the_inverse_is_no_quotient():
+    """What the two multiply-adds behind it are for; each row divides by another mass."""
+    case = uniform_case(SMALL, 65, 4113, 3)
+    wanted = np.broadcast_to(case.kv[:1, :, SMALL[0] :], (65, 3, SMALL[2]))
+    change = {"inside": "quotient_thread", "old": "libdevice.fmaf(-quotient, divisor, sum_)", "new": "ZERO"}
+
+    def check(stream):
+        np.testing.assert_array_equal(case.run(stream)[0], wanted)
+
+    assert_caught(check, simt.SimtStream(), ATTEND_TILES[SMALL][1], **change)
 
 
 def test_attend_refuses_before_any_launch():
@@ -471,15 +480,12 @@ def test_shares_merge_over_gaps():
     np.testing.assert_array_equal(out, 2.0)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "cuda.syncthreads()", "new": "pass", "nth": 0},
-        {"old": "cuda.syncthreads()", "new": "pass", "nth": 1},
-        {"old": "end - i_key, end - i_key", "new": "end - i_key + 1, end - i_key + 1"},
-        {"inside": "copy_latent_block", "old": "g_pages[page_first + int64(i_page)]", "new": "g_pages[int64(i_page)]"},
-    ],
-    ids=lambda change: change["new"],
+@changes(
+    {"old": "cuda.syncthreads()", "new": "pass", "nth": 0},
+    {"inside": "copy_latent_block", "old": "g_pages[page_first + int64(i_page)]", "new": "g_pages[int64(i_page)]"},
+    {"old": "cuda.syncthreads()", "new": "pass", "nth": 1},
+    {"old": "end - i_key, end - i_key", "new": "end - i_key + 1, end - i_key + 1"},
+    quick=2,
 )
 def test_decode_split_mutations(change):
     case = Decode((70, 33), 3, 16, 2)

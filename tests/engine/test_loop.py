@@ -184,3 +184,65 @@ def test_waiting_for_others_does_not_lengthen_the_stuck_clock(
     one.loop._longest_s = 0.0
     one.turns(1)
     assert one.loop.bells.stuck_s == 0.001
+
+
+def _tokens(count: int, seed: int) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, count).astype("<i4").tobytes()
+
+
+def _run_dry(one: One, turns: int = 400) -> dict[str, Response]:
+    for _ in range(turns):
+        if not one.loop._live and not one.loop.submitted_count:
+            return one.ends()
+        one.loop.turn()
+    raise AssertionError(f"still at work after {turns} launches")
+
+
+def test_requests_beyond_the_slots_wait_and_answer_as_if_alone(start: Callable[..., One]) -> None:
+    together = start(slots=2)
+    for i in range(5):
+        together.ask(f"r{i}", tokens=_tokens(20 + i, i), max_tokens=4)
+    ends = _run_dry(together)
+    for i in range(5):
+        alone = start(slots=2)
+        alone.ask("r", tokens=_tokens(20 + i, i), max_tokens=4)
+        expected, got = _run_dry(alone)["r"], ends[f"r{i}"]
+        assert isinstance(expected, Done) and isinstance(got, Done)
+        assert got.tokens == expected.tokens
+        assert len(got.tokens) == 4
+
+
+def test_a_prompt_of_many_chunks_answers_like_one_of_a_single(start: Callable[..., One]) -> None:
+    answers = []
+    for chunk_tokens in (7, 256):
+        one = start(chunk_tokens=chunk_tokens, max_ctx=256)
+        one.ask("r", tokens=_tokens(200, 3), max_tokens=6)
+        end = _run_dry(one)["r"]
+        assert isinstance(end, Done)
+        answers.append(end.tokens)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("prompt", "taken"), [(250, True), (251, False)])
+def test_a_request_may_fill_the_context_to_the_last_token(start: Callable[..., One], prompt: int, taken: bool) -> None:
+    one = start(max_ctx=256, cache_tokens=256)
+    one.ask("r", tokens=_tokens(prompt, 4), max_tokens=6)
+    end = _run_dry(one)["r"]
+    assert isinstance(end, Done) == taken
+    if isinstance(end, Failed):
+        assert (end.kind, end.param) == ("invalid", "prompt")
+        assert "256" in end.reason and "251 + 6" in end.reason
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(start: Callable[..., One]) -> None:
+    one = start()
+    one.ask("free", max_tokens=6)
+    free = _run_dry(one)["free"]
+    assert isinstance(free, Done) and len(free.tokens) == 6
+    stop = free.tokens[3]
+    one.ask("stopped", max_tokens=6, stop_tokens=(stop,))
+    stopped = _run_dry(one)["stopped"]
+    assert isinstance(stopped, Done)
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop)]
+    assert (free.finish_reason, stopped.finish_reason) == ("length", "stop")
+    assert not one.loop.scheduler.has_work

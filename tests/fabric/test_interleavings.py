@@ -148,3 +148,18 @@ def test_without_a_wait_it_is_not(missing: str) -> None:
 def test_a_ring_before_the_work_it_tells_of_is_found(early: str, late: str) -> None:
     swapped = {early: late, late: early}
     assert list(torn_reads(tuple(swapped.get(step, step) for step in EXCHANGE), 2, 3))
+
+
+# ---- the first window of a whale, written without a free ------------------------------------------------------
+# The worst case: the last reads of one whale come after the last pairing of its superstep, the first write of the next
+# whale before the first pairing of its own. What is left is the launch between.
+WHALES = ("write window", "ring window", "wait window", "read window", "ring between", "wait between")
+
+
+@pytest.mark.parametrize(("world", "rounds"), [(2, 4), (3, 3)])
+def test_the_launch_between_two_whales_frees_every_region(world: int, rounds: int) -> None:
+    assert list(torn_reads(WHALES, world, rounds)) == []
+
+
+def test_two_whales_without_a_launch_between_would_tear() -> None:
+    assert list(torn_reads(WHALES[:4], 2, 3))

@@ -104,7 +104,8 @@ def solo(model_dir: Path, **settings: object) -> Iterator[Solo]:
             load_weights(model_dir, config, 0, 1),
             cache,
             experts,
-            attention_window=fleet.attention_window,
+            rows_max=layout.spec.rows_max,
+            attention_window=min(fleet.attention_window, fleet.max_ctx),
         )
         hooks = Hooks(watch, lambda layer: None)
         runner = LaunchRunner(config, forward, experts, hooks, capture=True)

@@ -10,6 +10,7 @@ from helpers.solo import solo
 from whalez.model.checkpoint import read_tensors
 from whalez.model.config import KimiLinearConfig
 from whalez.model.naive import naive_forward
+from whalez.model.scratch import TILE_ROWS
 
 TOKENS = np.random.default_rng(7).integers(0, 256, 333)
 
@@ -47,3 +48,13 @@ def test_windows_fold_to_the_same_logits(tiny_dir: Path, window: int) -> None:
         exact = one.prefill(TOKENS, 333)
     with solo(tiny_dir, attention_window=window) as one:
         assert relative_error(one.prefill(TOKENS, 100), exact).max() <= 1e-4
+
+
+def test_a_span_of_several_tiles_equals_spans_of_one(tiny_dir: Path) -> None:
+    tokens = np.random.default_rng(8).integers(0, 256, 2 * TILE_ROWS + 77)
+    with solo(tiny_dir, chunk_tokens=len(tokens)) as one:
+        exact = one.prefill(tokens, 500)
+        states, tails = one.cache.states[:, 0].copy(), one.cache.tails[:, 0].copy()
+        assert relative_error(one.prefill(tokens, len(tokens)), exact).max() <= 1e-4
+        assert relative_error(one.cache.states[:, 0], states).max() <= 1e-4
+        assert relative_error(one.cache.tails[:, 0], tails).max() <= 1e-4

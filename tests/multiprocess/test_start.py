@@ -91,6 +91,7 @@ def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Pat
     """The newer one takes the number while the world is not complete; the older one is told why it must go."""
     command = [sys.executable, "-m", "whalez.rank", "--rank", "1", "--world", "3", "--model", str(tiny)]
     command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--segment-floor", "64", "--start-timeout", "60"]
+    command += ["--fleet-id", fleet_id := f"numbers-{os.getpid()}"]
     env = {**os.environ, **kernel_environment(os.environ)}
     zero = [*command[:4], "0", *command[5:], "--run", str(tmp_path / "zero")]
     ranks = [subprocess.Popen(zero, env=env, stderr=subprocess.PIPE, text=True)]
@@ -109,7 +110,7 @@ def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Pat
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    for name in Path("/dev/shm").glob("whalez-fleet-*"):
+    for name in Path("/dev/shm").glob(f"whalez-{fleet_id}-*"):
         name.unlink()  # the ones that were killed before the barrier
 
 

@@ -39,7 +39,7 @@ class SpanExchange(Protocol):
     """
 
     def halo(self, layer: int, rows: np.ndarray, out: np.ndarray) -> None:
-        """Put the 3 projected rows in front of the span into out f32 [3, D]; rows f32 [T, D] are the span's own."""
+        """Put the 3 projected rows in front of the span into out f32 [3, D]; rows f32 [min(T, 3), D] are its last."""
 
     def state(self, layer: int, prepared: PreparedKda) -> np.ndarray:
         """KDA state f32 [H, K, V] in front of the span; the caller scans it in place to the state behind the span."""
@@ -60,7 +60,7 @@ class ExpertExchange(Protocol):
     def moe(self, layer: int, count: int, weights: MoeWeights, out: np.ndarray, meanwhile: Callable[[], None]) -> None:
         """Publish, compute what this rank owns, and add the routed experts' result to out f32 [count, D].
 
-        `meanwhile` runs after publishing and before the first wait; it writes `out`.
+        `meanwhile` runs after publishing and before the first wait; it may add to `out` as well.
         """
 
 

@@ -146,10 +146,9 @@ class GangSpan:
     # ---- model.exchange.SpanExchange --------------------------------------------------------------------------
     def halo(self, layer: int, rows: np.ndarray, out: np.ndarray) -> None:
         window = self._windows.halo[layer]
-        width = len(out)
         if len(self._successor):
             self._await_free("halo", window, self._successor)
-            self._views.halo[self._rank][:] = rows[len(rows) - width :].reshape(-1)
+            self._views.halo[self._rank][:] = rows.reshape(-1)
             self._ring_data(window, self._successor)
         if self._index == 0:
             out[:] = 0.0
