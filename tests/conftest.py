@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-import pytest
-
 from whalez.warm import use_cache, warm
 
 PROCESSES = "processes"

@@ -18,7 +18,9 @@ from whalez.testing.explore import Explorer, deep_worlds, worlds
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depth", type=int, default=0, help="launches a message may be late; 0: the worlds of make test")
+    parser.add_argument(
+        "--depth", type=int, default=0, help="launches a message may be late; 0: the worlds of make test"
+    )
     parser.add_argument("--states", type=int, default=5_000_000, help="give a world up after so many states")
     parser.add_argument("--only", default="", help="worlds whose name contains this")
     args = parser.parse_args()
@@ -29,7 +31,10 @@ def main() -> int:
         result = Explorer(world).run(args.states)
         took_s = time.perf_counter() - began
         end = "all" if result.is_complete else "not all"
-        print(f"{result.states_count:>9} states, {result.moves_count:>9} moves, {end}, {took_s:6.1f} s: {world.name}", flush=True)
+        print(
+            f"{result.states_count:>9} states, {result.moves_count:>9} moves, {end}, {took_s:6.1f} s: {world.name}",
+            flush=True,
+        )
         states += result.states_count
         if result.broken is not None:
             broken += 1

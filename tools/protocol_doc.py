@@ -1,7 +1,7 @@
 """Draw the machines' transition tables into docs/protocol.md, between its two markers.
 
-    python tools/protocol_doc.py            # writes them anew
-    python tools/protocol_doc.py --check    # exits non-zero if they are not current
+python tools/protocol_doc.py            # writes them anew
+python tools/protocol_doc.py --check    # exits non-zero if they are not current
 """
 
 from __future__ import annotations

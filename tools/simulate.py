@@ -45,7 +45,6 @@ def main() -> int:
     parser.add_argument("--log", type=int, default=20, help="entries of a failing run to print")
     args = parser.parse_args()
     at, began, reported, failed, steps, begun, slips, deaths = commit(), time.perf_counter(), 0.0, 0, 0, 0, 0, 0
-    done = 0
     for seed in range(args.start, args.start + args.seeds):
         simulator = Simulator(seed, validate_machines=seed % VALIDATED_EVERY == 0)
         try:
@@ -55,13 +54,13 @@ def main() -> int:
             reason = str(failure).splitlines()[0]
             print(f"FAILED at commit {at}: {reason}\n{simulator.trouble}\n{simulator.short_log(args.log)}", flush=True)
             save(seed, at, reason)
-        done += 1
         steps += simulator.steps_count
         deaths += simulator.starts_count - simulator.world
         for run in simulator.runs:
             begun, slips = begun + len(run.checker.begun), slips + run.checker.slips
         took_s = time.perf_counter() - began
-        is_last = seed == args.start + args.seeds - 1 or (failed and not args.keep_going)
+        done = seed - args.start + 1
+        is_last = done == args.seeds or (failed and not args.keep_going)
         if is_last or took_s - reported > REPORT_S:
             reported = took_s
             print(

@@ -62,9 +62,7 @@ CASES: dict[str, tuple[World, type[Member], type[Sequencer], str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_broken_protocol_is_found(name: str) -> None:
     world, member_class, sequencer_class, expected = CASES[name]
-    explorer = Explorer(
-        world, member_class=member_class, sequencer_class=sequencer_class, validate_machines=False
-    )
+    explorer = Explorer(world, member_class=member_class, sequencer_class=sequencer_class, validate_machines=False)
     result = explorer.run()
     assert result.broken == expected, result.what
     assert result.trace

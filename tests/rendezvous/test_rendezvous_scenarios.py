@@ -6,12 +6,10 @@ The stories that can be told by commands alone are in `scenarios/`.
 from __future__ import annotations
 
 import pytest
-from helpers.control_fleet import SECOND, Fleet
 
+from helpers.control_fleet import SECOND, Fleet
 from whalez.errors import PlanDiffers
 from whalez.planning import CostModel, PlanPolicy, check_plan, plan_whale
-from whalez.planning.plan import GangPlan
-from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
 from whalez.rendezvous import messages as msg
 from whalez.rendezvous.member import Member, Phase, PostState

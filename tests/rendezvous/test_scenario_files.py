@@ -20,8 +20,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.control_fleet import SECOND, Fleet
 
+from helpers.control_fleet import SECOND, Fleet
 from whalez.rendezvous import events as ev
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

@@ -33,7 +33,7 @@ from whalez.rendezvous.member import Member, MemberState
 from whalez.rendezvous.sequencer import Sequencer, SequencerState
 
 CALM_LAUNCHES_MAX = 40  #: beyond the horizon, for everything to end
-#: A fleet in which every rank could sleep launches by itself up to here only: later it would show the same, a launch on.
+#: A fleet in which every rank could sleep launches by itself up to here only: later would show the same, a launch on.
 IDLE_LAUNCHES = 1
 
 #: Name of each property -> what it says.
@@ -368,10 +368,10 @@ class Explorer:
         state = self._state(members, rank)
         if rank in env.draining and rank not in env.left and not state.posts:
             return [("drained", rank)]
-        if self._is_stopped(state) and rank not in env.bye:
-            # The Stop launch is over when everybody has composed it.
-            if min(self._count(members, other) for other in range(self.world.ranks)) >= state.count:
-                return [("bye", rank)]
+        # The Stop launch is over when everybody has composed it.
+        is_over = min(self._count(members, other) for other in range(self.world.ranks)) >= state.count
+        if self._is_stopped(state) and is_over and rank not in env.bye:
+            return [("bye", rank)]
         return []
 
     def _make(self, node: Node, move: Move) -> Node:

@@ -562,7 +562,7 @@ class Simulator:
         self._end(process)
 
     def _end(self, process: _Process) -> None:
-        """However a process ends: its requests end with it, its frames up to some moment still arrive, then it is gone."""
+        """However a process ends: its requests end with it, its frames up to some moment arrive, then it is gone."""
         process.is_over = True
         for request_id in list(process.prompts):
             self._end_request(process, request_id, "error")
@@ -878,9 +878,7 @@ class Simulator:
         else:
             self._end_request(process, wish.request_id, "cancelled")
 
-    def _step_member(
-        self, process: _Process, event: ev.Event, late: list[ev.Event] | None = None
-    ) -> do.Compose | None:
+    def _step_member(self, process: _Process, event: ev.Event, late: list[ev.Event] | None = None) -> do.Compose | None:
         """Step a Member and perform its effects; `late` collects answers to Reserve for the end of a drain."""
         effects = process.member.step(event, self.now_ns)
         if self.validate_machines:
