@@ -42,6 +42,8 @@ ONE = World(name="one", ranks=2, whales=(PAIR,))
 TWO = World(name="two", ranks=2, whales=(PAIR, BACK))
 WITHDRAWN = World(name="withdrawn", ranks=2, whales=(PAIR,), withdraws=1)
 DECLINED = World(name="declined", ranks=2, whales=(PAIR,), declines=1)
+STOPPED = World(name="stopped", ranks=2, whales=(), stops=1)
+DEADLY = World(name="deadly", ranks=2, whales=(PAIR,), deaths=1)
 TRIO = World(name="trio", ranks=3, whales=(PAIR, Whale(gang=(1, 2))))
 
 CASES: dict[str, tuple[World, type[Member], type[Sequencer], str]] = {
@@ -56,6 +58,11 @@ CASES: dict[str, tuple[World, type[Member], type[Sequencer], str]] = {
     "Ready counted twice": (DECLINED, Member, broken.CountsReadyTwice, "legal"),
     "a boundary skipped": (TWO, broken.SkipsABoundary, Sequencer, "together"),
     "commit to half a gang": (ONE, Member, broken.CommitsToHalf, "armed ends"),
+    "Stop at L, whatever the words say": (STOPPED, broken.ConfirmsNothing, Sequencer, "stop"),
+    "armed ranks sleep": (ONE, broken.SleepsThroughAll, Sequencer, "armed ends"),
+    "a post is lost": (WITHDRAWN, broken.LosesPosts, Sequencer, "posts end"),
+    "a death is kept quiet": (DEADLY, Member, broken.KeepsDeathsToItself, "death is heard"),
+    "L is past": (ONE, Member, broken.CommitsForThePast, "L is ahead"),
 }  # fmt: skip
 
 

@@ -73,6 +73,29 @@ class CancelsAfterCommit(s.Sequencer):
         return super()._row(state, what, seq, sender)
 
 
+class SleepsThroughAll(m.Member):
+    @property
+    def may_sleep(self) -> bool:
+        return True
+
+
+class LosesPosts(m.Member):
+    """Does not tell its loop that a post has ended."""
+
+    def step(self, event: ev.Event, now_ns: int) -> list[do.Effect]:
+        return [effect for effect in super().step(event, now_ns) if not isinstance(effect, do.PostEnded)]
+
+
+class KeepsDeathsToItself(s.Sequencer):
+    def step(self, event: ev.Event, now_ns: int, launch: int) -> list[do.Effect]:
+        return [] if isinstance(event, ev.PeerGone) else super().step(event, now_ns, launch)
+
+
+class CommitsForThePast(s.Sequencer):
+    def _launch_for(self, draft: s.SequencerState, gang: tuple[int, ...], counts: tuple[int, ...]) -> int:
+        return max(0, super()._launch_for(draft, gang, counts) - 2)
+
+
 class TrustingMember(m.Member):
     """Does not notice a commit that overtook another, so that only its consequences can be seen."""
 
