@@ -182,6 +182,30 @@ def test_launcher(machine: Machine) -> None:
     assert odd.level == "fail"
 
 
+def test_the_preflight_is_reported_where_there_is_a_device(machine: Machine) -> None:
+    def one(pointer: Any) -> int:
+        pointer._obj.value = 1
+        return 0
+
+    def found(code: int, words: str) -> doctor.Finding:
+        library = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetCount=one)
+        there = dataclasses.replace(machine, load_library=lambda name: library, preflight=lambda: (code, words))
+        finding = doctor.probe_preflight(there)
+        assert finding is not None
+        return finding
+
+    assert found(0, "H200, driver 13000; slabs: posix_fd; fabric unavailable: x").level == "ok"
+    refused = found(1, "preflight: cuInit -> 999")
+    assert (refused.level, refused.text) == ("warn", "preflight: cuInit -> 999")
+    assert doctor.probe_preflight(machine) is None  # no driver
+
+
+def test_the_preflight_runs_in_a_process_and_its_words_come_back() -> None:
+    pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
+    code, words = doctor._preflight()
+    assert words.startswith("preflight: ") if code else "slabs: " in words
+
+
 def test_cuda_and_imex(machine: Machine) -> None:
     assert doctor.probe_imex(machine) is None
     (machine.dev / "nvidiactl").touch()
@@ -192,7 +216,9 @@ def test_cuda_and_imex(machine: Machine) -> None:
 
     good = SimpleNamespace(cuInit=lambda flags: 0, cuDriverGetVersion=version, cuDeviceGetCount=lambda pointer: 0)
     assert_says(doctor.probe_cuda(dataclasses.replace(machine, load_library=lambda name: good)), "CUDA 12.8, 0 dev")
+    assert doctor.probe_preflight(dataclasses.replace(machine, load_library=lambda name: good)) is None
     bad = SimpleNamespace(cuInit=lambda flags: 803)
+    assert doctor.probe_preflight(dataclasses.replace(machine, load_library=lambda name: bad)) is None
     assert_says(doctor.probe_cuda(dataclasses.replace(machine, load_library=lambda name: bad)), "cuInit returned 803")
     channels = machine.dev / "nvidia-caps-imex-channels"
     channels.mkdir()

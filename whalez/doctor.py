@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from whalez.warm import is_ready, kernel_folder, make_folder, stamp_text
 MIB = 2**20
 PYTHON_LEAST = (3, 11)
 PROCESS_BYTES = 250 * MIB  #: an idle rank and its front: interpreters, libraries and loaded kernels
+PREFLIGHT_S = 60  #: the first time it compiles a kernel
 FILES_OF_A_RANK = 64  #: libraries, logs, sockets and epolls, before any peer
 FILES_OF_A_PEER = 8  #: hub connection, pidfd, slab and a few clients
 #: OpenBLAS kernels by the vector registers they use; an unknown name is taken for a current one.
@@ -71,6 +73,17 @@ def _pidfd_open() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
+def _preflight() -> tuple[int, str]:
+    """Exit code and words of the preflight of device 0. In a process of its own, with its context."""
+    command = [sys.executable, "-m", "whalez.fabric.cuda.preflight"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PREFLIGHT_S)
+    except subprocess.TimeoutExpired:
+        return 1, f"no answer within {PREFLIGHT_S} s"
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return done.returncode, said[-1] if said else f"exit code {done.returncode}"
+
+
 def _gemm_libraries() -> list[dict[str, Any]]:
     """What threadpoolctl knows of the BLAS of numpy (projections) and of scipy (GEMMs inside kernels)."""
     import numpy  # noqa: F401  # loads its BLAS
@@ -98,6 +111,7 @@ class Machine:
     pidfd_open: Callable[[], None] = _pidfd_open
     gemm_libraries: Callable[[], list[dict[str, Any]]] = _gemm_libraries
     load_library: Callable[[str], Any] = ctypes.CDLL
+    preflight: Callable[[], tuple[int, str]] = _preflight
 
     @property
     def shm(self) -> Path:
@@ -358,6 +372,21 @@ def probe_cuda(machine: Machine) -> Finding:
     return Finding("ok", "cuda", f"driver for CUDA {major}.{minor}, {count.value} devices")
 
 
+def probe_preflight(machine: Machine) -> Finding | None:
+    """What two processes on device 0 can share, found out by doing; None without a driver and a device."""
+    count = ctypes.c_int(0)
+    try:
+        library = machine.load_library("libcuda.so.1")
+    except OSError:
+        return None
+    if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    code, words = machine.preflight()
+    if code:
+        return Finding("warn", "preflight", words, "the host backend runs without; a fleet on these devices would not")
+    return Finding("ok", "preflight", words)
+
+
 def probe_imex(machine: Machine) -> Finding | None:
     folder = machine.dev / "nvidia-caps-imex-channels"
     try:
@@ -444,7 +473,7 @@ def examine(
             if not quick:
                 found.append(probe_memory(machine, need))
     if not quick:
-        found += [probe_launcher(machine), probe_cuda(machine), probe_imex(machine)]
+        found += [probe_launcher(machine), probe_cuda(machine), probe_preflight(machine), probe_imex(machine)]
     return [finding for finding in found if finding is not None]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from whalez.errors import FabricError
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_COMBINE, BELL_DISPATCH, SlabLayout
-from whalez.fabric.provider import Slab
+from whalez.fabric.provider import ViewableSlab
 from whalez.model.trace import Part, Stopwatch
 from whalez.model.weights import MoeWeights
 from whalez.ops.moe import MoeScratch, combine_sum, owner_compute
@@ -34,7 +34,7 @@ class PairedExperts:
         self,
         bells: Bells,
         layout: SlabLayout,
-        slabs: Sequence[Slab],
+        slabs: Sequence[ViewableSlab],
         *,
         rank: int,
         expert_bounds: Sequence[int],

@@ -341,6 +341,7 @@ def _health_row(view: RankView) -> dict[str, Any]:
     return {
         "rank": status.rank,
         "state": status.state,
+        "slabs": status.slabs,
         "healthy": not trouble,
         "trouble": trouble,
         "launch": status.launch,
