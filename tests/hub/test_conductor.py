@@ -129,8 +129,15 @@ def test_a_rank_outside_the_world_is_refused(centre, rank):
 
 @pytest.mark.parametrize(
     "message",
-    [Mapped(rank=1), Ready(rank=1, seq=0, count=3), Bye(rank=1), Mapped(rank=0), Offer(rank=1, turn=0, data=b"")],
-    ids=["Mapped", "Ready", "Bye", "another's Mapped", "Offer"],
+    [
+        Mapped(rank=1),
+        Ready(rank=1, seq=0, count=3),
+        Bye(rank=1),
+        Mapped(rank=0),
+        Offer(rank=1, turn=0, data=b""),
+        Died(rank=0, how="gone"),
+    ],
+    ids=["Mapped", "Ready", "Bye", "another's Mapped", "Offer", "Died"],
 )
 def test_who_speaks_before_the_table_is_out_has_another_worlds_and_costs_only_itself(centre, message):
     """A process outlives its world; its socket finds the new rank 0, and an old Hello comes before what it says."""

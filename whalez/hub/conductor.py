@@ -85,10 +85,10 @@ class Conductor:
             return [Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
         if self.failure is not None:
             return []
-        if isinstance(message, Died):
-            return self._lost(message.rank, message.how, now_ns, launch)
         if not self.is_complete:
             return self._speaks_early(rank, incarnation, message, now_ns)
+        if isinstance(message, Died):
+            return self._lost(message.rank, message.how, now_ns, launch)
         claimed = getattr(message, "rank", rank)
         if claimed != rank:
             return self._impossible(rank, f"sent a {type(message).__name__} in the name of rank {claimed}")
