@@ -1,6 +1,6 @@
 """Every interleaving of small fleets keeps every property; and a broken protocol is found, by the right name.
 
-Takes about 25 s of one core: it is a search over 600,000 states.
+Takes about 25 s of one core: it is a search over 800,000 states.
 """
 
 from __future__ import annotations
