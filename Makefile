@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 tier = @began=$$(date +%s); $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \
 	--durations=10 $(1); status=$$?; echo "$@ took $$(($$(date +%s) - began)) s"; exit $$status
 
-.PHONY: demo test test-long gpu-check bench lint types contracts kernels check clean
+.PHONY: demo test test-long hunt gpu-check bench lint types contracts kernels check clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -17,6 +17,12 @@ test: $(READY)
 
 test-long: $(READY)
 	$(call tier,-m "not gpu" --timeout 900)
+
+# Fleets on one thread from fresh seeds, until one breaks a property or SEEDS are done.
+SEEDS ?= 100000
+START ?= $(shell date +%s)00000
+hunt: $(READY)
+	$(BIN)/python tools/simulate.py --seeds $(SEEDS) --start $(START)
 
 # On a machine with a GPU: the tests that need one, and a report of device, driver and results in build/gpu-check.md.
 gpu-check: $(READY)

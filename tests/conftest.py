@@ -16,6 +16,10 @@ PROCESSES = "processes"
 use_cache(os.environ)  # before anything imports numba, which reads the name of its cache once
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="write the scenarios of tests/rendezvous anew")
+
+
 def pytest_sessionstart() -> None:
     last = ""
 

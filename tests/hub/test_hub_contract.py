@@ -145,7 +145,7 @@ def test_an_offer_has_a_bound_and_a_place(world):
     assert hubs[0].gather(bytes(65536), TIMEOUT_S) == (bytes(65536),)
     hubs[0].mapped(TIMEOUT_S)
     hubs[0].send(Offer(rank=0, turn=1, data=b""))
-    assert "sent an Offer outside of Table and Mapped" in str(wait_until_failed(hubs[0]))
+    assert "sent an Offer after its Mapped" in str(wait_until_failed(hubs[0]))
 
 
 def test_order_per_peer_and_nothing_lost(world):

@@ -85,6 +85,8 @@ class Conductor:
             return [Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
         if self.failure is not None:
             return []
+        if not self.is_complete:
+            return self._speaks_early(rank, incarnation, message, now_ns)
         if isinstance(message, Died):
             return self._lost(message.rank, message.how, now_ns, launch)
         claimed = getattr(message, "rank", rank)
@@ -163,10 +165,18 @@ class Conductor:
                 self.accepted[entry.rank] = before
         return outs
 
+    def _speaks_early(self, rank: int, incarnation: str, message: Message, now_ns: int) -> list[Out]:
+        """A process that talks as if it had our table has another's: it outlived the world before, and its socket has
+        found the new rank 0 by itself. That ends this process, and costs the others nothing."""
+        what = f"sent a {type(message).__name__} before the table was out: its world was an earlier one"
+        outs = self.gone(incarnation, what, now_ns, 0)
+        reason = f"incarnation {incarnation} of rank {rank} {what}"
+        return [*outs, Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
+
     def _offered(self, rank: int, offer: Offer) -> list[Out]:
         """Nobody can be a turn ahead: it would have to have seen an answer to which some rank has not contributed."""
-        if not self.is_complete or rank in self._mapped:
-            return self._impossible(rank, "sent an Offer outside of Table and Mapped")
+        if rank in self._mapped:
+            return self._impossible(rank, "sent an Offer after its Mapped")
         if offer.turn != self._turn or rank in self._offers:
             return self._impossible(rank, f"sent an Offer for gather {offer.turn} during gather {self._turn}")
         self._offers[rank] = offer.data
