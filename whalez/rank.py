@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before anything imports numba, which reads the nam
     gc.disable()  # imports make objects that stay: looking through them again and again is an eighth of their time
     prepare(os.environ)
 
+import contextlib
 import secrets
 import signal
 import subprocess
@@ -266,11 +267,8 @@ class RankProcess:
 
         def stop() -> None:
             front.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a slow one ends by its own grace
                 front.wait(1.0)
-            except subprocess.TimeoutExpired:
-                front.kill()
-                front.wait()
 
         self._closers.insert(0, stop)  # closed last: it passes on what the link flushes
 

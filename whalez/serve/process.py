@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from whalez.errors import ConfigError, HubError
 
 PR_SET_PDEATHSIG = 1
-FRONT_GRACE_S = 1.0  #: a front that leaves has this long to answer what it has taken, once its ranks are gone
+#: What a front gets when its parent is gone. Not SIGKILL: clients of a rank that was killed still have to hear of it. Not
+#: SIGTERM: a dying process hands its children from thread to thread and the kernel signals each time, and a second SIGTERM
+#: means "at once".
+PARENT_GONE = signal.SIGHUP
+FRONT_GRACE_S = 2.0  #: a front that leaves has at most this long to answer what it has taken
 
 
 def front_command(
@@ -65,10 +69,7 @@ def bind(listen: str) -> socket.socket:
 
 
 def die_with_parent(parent: int) -> None:
-    """This process is told to leave, by SIGTERM, when the thread of `parent` that started it is gone.
-
-    Not SIGKILL: clients of a rank that was killed still have to hear of it.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    """This process gets PARENT_GONE, once or more, when the thread of `parent` that started it is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, PARENT_GONE, 0, 0, 0)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
