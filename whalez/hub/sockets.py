@@ -38,6 +38,7 @@ class SocketOptions:
     connect_timeout_ms: int = 2000
     reconnect_ms: int = 50
     reconnect_ms_max: int = 1000
+    handshake_ms: int = 5000  #: a newcomer that has not said by then who it is, is cut
     heartbeat_ms: int = 500
     heartbeat_timeout_ms: int = 10_000
 
@@ -62,6 +63,7 @@ def make_socket(
     made.set(zmq.CONNECT_TIMEOUT, options.connect_timeout_ms)
     made.set(zmq.RECONNECT_IVL, options.reconnect_ms)
     made.set(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
+    made.set(zmq.HANDSHAKE_IVL, options.handshake_ms)
     made.set(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
     made.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
     made.set(zmq.HEARTBEAT_TTL, options.heartbeat_timeout_ms)
@@ -72,12 +74,16 @@ def make_socket(
     return made
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
-    """A ROUTER that listens at `address`. Raises HubError naming the address if it is taken or not ours."""
+def make_router(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
+    """A ROUTER to `bind` to `address`. Raises HubError if somebody listens there already."""
     path = ipc_path(address)
     if path is not None:
         _refuse_living_listener(address, path)
-    router = make_socket(context, zmq.ROUTER, options, ipv6=is_ipv6(address))
+    return make_socket(context, zmq.ROUTER, options, ipv6=is_ipv6(address))
+
+
+def bind(router: zmq.Socket[bytes], address: str) -> None:
+    """Listen. Raises HubError naming the address if it is taken or not ours; the socket is closed then."""
     try:
         router.bind(address)
     except zmq.ZMQError as error:
@@ -85,23 +91,29 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketO
         if error.errno == errno.EADDRINUSE:
             raise HubError(f"{address}: in use by another process; stop it or choose another port") from None
         raise HubError(f"{address}: cannot listen there: {error.strerror}") from None
-    return router
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
-    """A DEALER that keeps trying to reach `address` in the background. Raises HubError for a malformed address.
+def make_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
+    """A DEALER to `connect` to `address`.
 
     It takes nothing to send before it is connected (EAGAIN), so that what could not be delivered is never queued in
     the dark.
     """
     dealer = make_socket(context, zmq.DEALER, options, ipv6=is_ipv6(address))
     dealer.set(zmq.IMMEDIATE, 1)
+    return dealer
+
+
+def connect(dealer: zmq.Socket[bytes], address: str) -> None:
+    """Keep trying to reach `address` in the background.
+
+    Raises: HubError for a malformed address; the socket is closed then.
+    """
     try:
         dealer.connect(address)
     except zmq.ZMQError as error:
         dealer.close(linger=0)
         raise HubError(f"{address}: cannot connect: {error.strerror}") from None
-    return dealer
 
 
 def _refuse_living_listener(address: str, path: str) -> None:

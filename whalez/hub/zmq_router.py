@@ -19,7 +19,9 @@ from whalez.clock import now_ns
 from whalez.errors import HubError, WireError
 from whalez.hub import sockets, wire
 from whalez.hub.conductor import Conductor, Out
+from whalez.hub.connections import Door
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits
+from whalez.hub.keys import Keys
 from whalez.hub.liveness import Liveness
 from whalez.hub.processes import PeerWatch, Wake
 from whalez.hub.sockets import SocketOptions
@@ -44,7 +46,7 @@ class _Peer:
 
 
 class RouterThread:
-    """Owns: ROUTER and thread. Closed by: `close`, which flushes for at most 1 s."""
+    """Owns: ROUTER, its door and thread, with keys a second thread. Closed by: `close`, which flushes at most 1 s."""
 
     def __init__(
         self,
@@ -55,14 +57,25 @@ class RouterThread:
         read_launch: Callable[[], int],
         limits: HubLimits,
         options: SocketOptions,
+        keys: Keys | None,
     ) -> None:
-        """Listens when this returns. Raises HubError for an address that is taken."""
+        """Listens when this returns; with `keys` only to who has one of `keys.ranks`.
+
+        Raises: HubError for an address that is taken, ConfigError for keys that are not the hub's.
+        """
         self._conductor = conductor
         self._own = own_hello.entry
         self._read_launch = read_launch
         self._limits = limits
-        self._router = sockets.bind(context, address, options)
-        self._router.bind(INPROC)
+        pair = None if keys is None else keys.pair("hub")
+        self._router = sockets.make_router(context, address, options)
+        self._door = Door(self._router, address, options, pair, () if keys is None else keys.ranks)
+        try:
+            sockets.bind(self._router, address)
+        except HubError:
+            self._door.close()
+            raise
+        self._router.bind(INPROC)  # no keys are asked for within a process
         self._wake = Wake()
         self._watch = PeerWatch()
         self._liveness: Liveness[str] = Liveness()
@@ -78,6 +91,7 @@ class RouterThread:
         self.stale_frames_total = 0
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._door.events, zmq.POLLIN)
         self._poller.register(self._wake.fd, zmq.POLLIN)
         conductor.received(
             self._own.incarnation, own_hello, now_ns(), 0
@@ -89,6 +103,18 @@ class RouterThread:
         """Hand the sequencer an event of this process, e.g. StopWanted. Any thread; never blocks."""
         self._orders.append(event)
         self._wake.set()
+
+    @property
+    def refused_connections_total(self) -> int:
+        return self._door.refused_total
+
+    @property
+    def ended_connections_total(self) -> int:
+        return self._door.ended_total
+
+    def refusals(self) -> list[str]:
+        """Who was refused in the handshake and why, with how often."""
+        return [f"{what} ({count} times)" for what, count in self._door.refusals.copy().items()]
 
     def missing(self) -> tuple[int, ...]:
         return self._conductor.missing()
@@ -115,6 +141,7 @@ class RouterThread:
             self._finish()
         finally:
             self._watch.close()
+            self._door.close()
             self._router.close()  # its linger applies when the context is terminated
 
     def _serve(self) -> None:
@@ -129,6 +156,8 @@ class RouterThread:
                 self._wake.clear()
                 while self._orders:
                     self._perform(self._conductor.order(self._orders.popleft(), now_ns(), self._read_launch()))
+            if self._door.events in ready:
+                self._door.read()
             if self._router in ready:
                 self._read()
             for fd in ready:
