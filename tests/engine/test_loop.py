@@ -14,7 +14,7 @@ from helpers.solo import Solo, solo
 from whalez.engine.loop import Loop
 from whalez.engine.sizing import plan_policy
 from whalez.hub.local import LocalHub
-from whalez.hub.requests import Done, Failed, Response, Submit
+from whalez.hub.requests import CancelRequest, Done, Failed, Response, Submit
 from whalez.model.presets import make_checkpoint
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.planning import GangPlan, check_plan
@@ -135,6 +135,24 @@ def test_what_runs_when_the_world_stops_and_what_comes_after_is_answered(start: 
     one.ask("after")
     ends = one.ends()
     assert [type(ends[name]) for name in ("runs", "after")] == [Failed, Failed]
+
+
+def test_only_who_asked_can_cancel(start: Callable[..., One]) -> None:
+    """A client that gives somebody else's name, or sends his words again, cancels nothing of his."""
+    one = start()
+    one.ask("mine", max_tokens=4)
+    one.loop.submit(b"you", Submit(request_id="mine", tokens=bytes(4), max_tokens=1))  # refused, the name is taken
+    one.loop.submit(b"you", CancelRequest(request_id="mine"))
+    one.turns(6)
+    refused, done = (answer for answer in one.answers if isinstance(answer, Done | Failed))
+    assert isinstance(refused, Failed)
+    assert refused.kind == "invalid"
+    assert isinstance(done, Done)
+    assert len(done.tokens) == 4
+    one.ask("next", max_tokens=4)
+    one.loop.submit(b"me", CancelRequest(request_id="next"))
+    one.turns(6)
+    assert one.ends()["next"].kind == "cancelled"  # type: ignore[union-attr]
 
 
 def test_armed_rows_above_a_chunk_do_not_overfill_a_launch(start: Callable[..., One]) -> None:

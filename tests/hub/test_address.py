@@ -86,10 +86,10 @@ def test_where_other_machines_can_reach_keys_are_needed(names, text, is_refused)
         check_bind(text, peers_elsewhere=False, may_be_reached=False)
         check_connect(text, peers_elsewhere=False, may_be_reached=False)
         return
-    with pytest.raises(HubError, match="--keys DIR.*--insecure"):
+    with pytest.raises(HubError, match=r"--keys DIR.*--insecure"):
         check_bind(text, peers_elsewhere=False, may_be_reached=False)
     if "0.0.0.0" not in text and "[::]" not in text:
-        with pytest.raises(HubError, match="--keys DIR.*--insecure"):
+        with pytest.raises(HubError, match=r"--keys DIR.*--insecure"):
             check_connect(text, peers_elsewhere=False, may_be_reached=False)
 
 

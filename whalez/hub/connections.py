@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 import zmq
 
+from whalez.errors import HubError
 from whalez.hub import sockets
 from whalez.hub.keys import KeyPair, secure_server
 from whalez.hub.sockets import SocketOptions
@@ -125,6 +126,30 @@ class Door:
             self._gate.stop()
 
 
+def listen(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    options: SocketOptions,
+    pair: KeyPair | None = None,
+    allow: Collection[bytes] = (),
+) -> tuple[zmq.Socket[bytes], Door]:
+    """A ROUTER that listens at `address`, and its door; see `Door` for `pair` and `allow`, which allow one such ROUTER
+    per context.
+
+    Raises: HubError naming the address if it is taken or not ours; nothing is left then.
+    """
+    doors: list[Door] = []
+    try:
+        router = sockets.bind(
+            context, address, options, lambda made: doors.append(Door(made, address, options, pair, allow))
+        )
+    except HubError:
+        for door in doors:
+            door.close()
+        raise
+    return router, doors[0]
+
+
 class Knock:
     """Why a connecting socket is not let in. Used by its thread. Owns: a Monitor. Closed by: `close`, before the
     socket."""
@@ -165,7 +190,8 @@ def _why_refused(event: int, value: int, has_keys: bool) -> str:
         return f"it does not speak the protocol ({value:#x})"
     if value == errno.ETIMEDOUT:
         return "it did not shake hands in time"
-    return "it left during the handshake" + (", as one without keys does" if has_keys else ", as one with keys does")
+    perhaps = "it shows no key" if has_keys else "it wants keys, and this end has none"
+    return f"it left during the handshake; perhaps {perhaps}"
 
 
 def _peer_of(descriptor: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -74,16 +75,25 @@ def make_socket(
     return made
 
 
-def make_router(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
-    """A ROUTER to `bind` to `address`. Raises HubError if somebody listens there already."""
+def _as_it_is(made: zmq.Socket[bytes]) -> None:
+    """No keys and no monitor."""
+
+
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    options: SocketOptions,
+    prepare: Callable[[zmq.Socket[bytes]], None] = _as_it_is,
+) -> zmq.Socket[bytes]:
+    """A ROUTER that listens at `address`; `prepare` is called with it before it does.
+
+    Raises: HubError naming the address if it is taken or not ours.
+    """
     path = ipc_path(address)
     if path is not None:
         _refuse_living_listener(address, path)
-    return make_socket(context, zmq.ROUTER, options, ipv6=is_ipv6(address))
-
-
-def bind(router: zmq.Socket[bytes], address: str) -> None:
-    """Listen. Raises HubError naming the address if it is taken or not ours; the socket is closed then."""
+    router = make_socket(context, zmq.ROUTER, options, ipv6=is_ipv6(address))
+    prepare(router)
     try:
         router.bind(address)
     except zmq.ZMQError as error:
@@ -91,29 +101,29 @@ def bind(router: zmq.Socket[bytes], address: str) -> None:
         if error.errno == errno.EADDRINUSE:
             raise HubError(f"{address}: in use by another process; stop it or choose another port") from None
         raise HubError(f"{address}: cannot listen there: {error.strerror}") from None
+    return router
 
 
-def make_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
-    """A DEALER to `connect` to `address`.
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    options: SocketOptions,
+    prepare: Callable[[zmq.Socket[bytes]], None] = _as_it_is,
+) -> zmq.Socket[bytes]:
+    """A DEALER that keeps trying to reach `address` in the background; `prepare` is called with it before.
 
     It takes nothing to send before it is connected (EAGAIN), so that what could not be delivered is never queued in
-    the dark.
+    the dark. Raises: HubError for a malformed address.
     """
     dealer = make_socket(context, zmq.DEALER, options, ipv6=is_ipv6(address))
     dealer.set(zmq.IMMEDIATE, 1)
-    return dealer
-
-
-def connect(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Keep trying to reach `address` in the background.
-
-    Raises: HubError for a malformed address; the socket is closed then.
-    """
+    prepare(dealer)
     try:
         dealer.connect(address)
     except zmq.ZMQError as error:
         dealer.close(linger=0)
         raise HubError(f"{address}: cannot connect: {error.strerror}") from None
+    return dealer
 
 
 def _refuse_living_listener(address: str, path: str) -> None:

@@ -149,20 +149,22 @@ class ZmqHub:
                 self._keys,
             )
         where = INPROC if self._rank == 0 else self._address
-        frames = sockets.make_dealer(self._context, where, self._options)
-        beats = sockets.make_dealer(self._context, where, self._options)
-        if self._rank != 0:
-            self._knock = Knock(frames, self._options, has_keys=self._keys is not None)
-            if self._keys is not None:
-                for each in (frames, beats):
-                    secure_client(each, self._keys.pair("rank"), self._keys.hub_public)
-        sockets.connect(frames, where)
-        sockets.connect(beats, where)
+        frames = sockets.connect(self._context, where, self._options, self._prepare_frames)
+        beats = sockets.connect(self._context, where, self._options, self._prepare)
         thread = threading.Thread(
             target=_MemberThread(self, frames, beats, hello).run, name=f"hub-{self._rank}", daemon=True
         )
         thread.start()
         self._thread = thread
+
+    def _prepare_frames(self, frames: zmq.Socket[bytes]) -> None:
+        self._prepare(frames)
+        if self._rank != 0:
+            self._knock = Knock(frames, self._options, has_keys=self._keys is not None)
+
+    def _prepare(self, dealer: zmq.Socket[bytes]) -> None:
+        if self._rank != 0 and self._keys is not None:
+            secure_client(dealer, self._keys.pair("rank"), self._keys.hub_public)
 
     def mapped(self, timeout_s: float) -> None:
         assert self._table is not None, "start comes first"

@@ -23,7 +23,7 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import RequestError, Unavailable, WireError
 from whalez.hub import sockets, wire
-from whalez.hub.connections import Door
+from whalez.hub.connections import listen
 from whalez.hub.processes import Wake
 from whalez.hub.requests import CancelRequest, Done, Failed, LinkMessage, Response, Status, StatusQuery, Submit
 from whalez.hub.sockets import SocketOptions
@@ -71,11 +71,8 @@ class LinkServer:
         self._status_provider = status_provider
         self._client_queue_max = client_queue_max
         self._context = sockets.make_context()
-        options = options or SocketOptions()
         try:
-            self._router = sockets.make_router(self._context, address, options)
-            self._door = Door(self._router, address, options)
-            sockets.bind(self._router, address)
+            self._router, self._door = listen(self._context, address, options or SocketOptions())
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -114,6 +111,7 @@ class LinkServer:
         return {
             "link_bad_frames": self._bad_frames,
             "link_refused_connections": self._door.refused_total,
+            "link_ended_connections": self._door.ended_total,
             "link_clients_dropped": self._clients_dropped,
         }
 
@@ -278,8 +276,7 @@ class _ClientThread:
         self._unsent: tuple[int, LinkMessage, bytes] | None = None
         self._context = sockets.make_context()
         try:
-            self._dealer = sockets.make_dealer(self._context, address, options or SocketOptions())
-            sockets.connect(self._dealer, address)
+            self._dealer = sockets.connect(self._context, address, options or SocketOptions())
         except BaseException:
             self._context.destroy(linger=0)
             raise

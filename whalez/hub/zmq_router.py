@@ -17,9 +17,9 @@ import zmq
 
 from whalez.clock import now_ns
 from whalez.errors import HubError, WireError
-from whalez.hub import sockets, wire
+from whalez.hub import wire
 from whalez.hub.conductor import Conductor, Out
-from whalez.hub.connections import Door
+from whalez.hub.connections import listen
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits
 from whalez.hub.keys import Keys
 from whalez.hub.liveness import Liveness
@@ -67,14 +67,10 @@ class RouterThread:
         self._own = own_hello.entry
         self._read_launch = read_launch
         self._limits = limits
+        self._has_keys = keys is not None
         pair = None if keys is None else keys.pair("hub")
-        self._router = sockets.make_router(context, address, options)
-        self._door = Door(self._router, address, options, pair, () if keys is None else keys.ranks)
-        try:
-            sockets.bind(self._router, address)
-        except HubError:
-            self._door.close()
-            raise
+        allow = () if keys is None else keys.ranks
+        self._router, self._door = listen(context, address, options, pair, allow)
         self._router.bind(INPROC)  # no keys are asked for within a process
         self._wake = Wake()
         self._watch = PeerWatch()
@@ -213,7 +209,7 @@ class RouterThread:
         now = now_ns()
         peer = self._peers.get(incarnation)
         if isinstance(message, wire.Beat) and not message.on_frames:
-            if peer is not None:
+            if peer is not None and not self._is_foreign(peer.beats_id, connection):
                 peer.beats_id = connection
                 self._heard(incarnation, now)
             return
@@ -222,6 +218,8 @@ class RouterThread:
                 return
             peer = self._peers[incarnation] = _Peer(connection)
         elif peer.frames_id != connection:
+            if self._conductor.is_complete and self._is_foreign(peer.frames_id, connection):
+                return
             peer.frames_id = connection
             if self._conductor.is_complete:
                 # Frames may be lost between the old connection and the new one, and nothing is repaired half-way.
@@ -247,6 +245,24 @@ class RouterThread:
             self._is_watching = True
             for each in self._conductor.accepted.values():
                 self._heard(each, now)
+
+    def _is_foreign(self, own: bytes | None, connection: bytes) -> bool:
+        """Whether a frame came over another connection than its sender's `own`, which is still open.
+
+        A rank has one connection for frames and one for beats: somebody else repeats what he has seen. Counted.
+        With keys nobody can, and who came anew has lost the old connection, whether or not that is known here.
+        """
+        if own is None or own == connection or self._has_keys:
+            return False
+        self._router.get(zmq.EVENTS)  # takes note of connections that have closed, which a send may put off
+        try:
+            self._router.send_multipart((own, wire.encode(wire.Beat(rank=0), self._own.incarnation)), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # full, so open
+        except zmq.ZMQError:
+            return False
+        self.stale_frames_total += 1
+        return True
 
     def _heard(self, incarnation: str, now: int) -> None:
         if self._is_watching and incarnation != self._own.incarnation:
