@@ -387,6 +387,26 @@ def test_a_frame_beyond_the_cap_costs_its_sender_the_connection(start, stranger,
             link.server.close()
 
 
+def test_who_says_nothing_is_cut_after_the_handshake_time(tcp_address):
+    options = SocketOptions(handshake_ms=200)
+    context = sockets.make_context()
+    server, door = listen(context, tcp_address, options)
+    try:
+        with socket.create_connection(("127.0.0.1", int(tcp_address.rpartition(":")[2]))) as silent:
+            silent.settimeout(TIMEOUT_S)
+            began = time.monotonic()
+            while silent.recv(1000):
+                pass  # the server's own greeting, then the end
+            assert 0.1 < time.monotonic() - began < 5
+        wait_for(lambda: door.read() or door.ended_total == 1, lambda: door.ended_total)
+        assert door.refused_total == 1
+        assert "did not finish in time" in next(iter(door.refusals))
+    finally:
+        door.close()
+        server.close(linger=0)
+        context.term()
+
+
 def test_the_link_counts_and_drops_what_is_no_request(stranger, tmp_path):
     address = f"ipc://{tmp_path}/link"
     rank = LinkRank(address)

@@ -144,6 +144,7 @@ def test_every_byte_changed_in_every_way_gives_a_message_or_wire_error(data, dec
             except WireError:
                 continue
             if decode is wire.decode:
+                assert frame[12 : 12 + len(got.incarnation)] == got.incarnation.encode()
                 assert wire.decode(wire.encode(got.message, got.incarnation)) == got
             else:
                 assert wire.decode_link(wire.encode_link(got)) == got

@@ -7,7 +7,6 @@ other one finds the connection closed.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import socket
@@ -188,10 +187,8 @@ def _why_refused(event: int, value: int, has_keys: bool) -> str:
         if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             return "it takes this hub for another one (hub.key differs)"
         return f"it does not speak the protocol ({value:#x})"
-    if value == errno.ETIMEDOUT:
-        return "it did not shake hands in time"
     perhaps = "it shows no key" if has_keys else "it wants keys, and this end has none"
-    return f"it left during the handshake; perhaps {perhaps}"
+    return f"it left during the handshake or did not finish in time; perhaps {perhaps}"
 
 
 def _peer_of(descriptor: int) -> str:
