@@ -32,6 +32,7 @@ class Health:
         self.sockets = sockets
         self.dropped: Callable[[], dict[str, int]] = dict  #: what came to this rank's ports and was not let through
         self.loop: Loop | None = None  #: set once the world runs
+        self.slabs = "slabs: host"
         self.failure = ""  #: why this rank is about to exit
         self._moved_ns = now_ns()
 
@@ -66,6 +67,7 @@ class Health:
             eos_tokens=self.eos_tokens,
             dropped=self.dropped(),
             sockets=self.sockets,
+            slabs=self.slabs,
         )
 
     def _awaited(self, loop: Loop) -> str:
