@@ -89,9 +89,9 @@ def _hub_has_none(keys, tmp_path):
     ("bad_keys", "hub_says", "rank_says"),
     [
         pytest.param(_other_rank_key, "its key is not in the allow-list", "does not accept our key", id="wrong-key"),
-        pytest.param(_other_hub_key, "takes this hub for another one", "hub.key its key", id="wrong-hub"),
+        pytest.param(_other_hub_key, "takes this hub for another one", "hub.key its key", id="wrong-hub", marks=SLOW),
         pytest.param(_none, "key", "wants a key, and we have none: no --keys were given", id="no-key"),
-        pytest.param(_hub_has_none, "keys", "takes no keys, and we have some", id="hub-without"),
+        pytest.param(_hub_has_none, "keys", "takes no keys, and we have some", id="hub-without", marks=SLOW),
     ],
 )
 @pytest.mark.parametrize("kind", ["tcp", pytest.param("ipc", marks=SLOW)])
@@ -219,11 +219,11 @@ def test_nothing_a_stranger_sends_gets_past_the_door(start, stranger, keys, tcp_
     incarnation = hubs[1]._hello.entry.incarnation
     for data in (wire.encode(Bye(rank=1), incarnation), *GARBAGE):
         one.send(data)
-    wait_for(lambda: hubs[0].dropped()["hub_refused_connections"] >= 1, hubs[0].dropped)
+    wait_for(lambda: hubs[0]._router.refusals(), hubs[0].dropped)
+    assert hubs[0].dropped()["hub_refused_connections"] >= 1
     assert_undisturbed(hubs)
     told = hubs[0].dropped()
     assert (told["hub_bad_frames"], told["hub_stale_frames"]) == (0, 0)
-    assert any("127.0.0.1" in each or "gone" in each for each in hubs[0]._router.refusals())
 
 
 def test_the_address_of_a_wrong_key_is_logged_once(start, stranger, keys, tcp_address, caplog):
@@ -233,8 +233,8 @@ def test_the_address_of_a_wrong_key_is_logged_once(start, stranger, keys, tcp_ad
     one.curve_publickey, one.curve_secretkey = zmq.curve_keypair()
     one.curve_serverkey = load_keys(keys).hub_public
     one.connect(tcp_address)
-    for port in range(3):  # ZeroMQ gives up after a refused key, so again by hand
-        wait_for(lambda port=port: hubs[0].dropped()["hub_refused_connections"] > port, hubs[0].dropped)
+    for count in range(1, 4):  # ZeroMQ does not try again by itself after a refused key
+        wait_for(lambda count=count: sum(hubs[0]._router._door.refusals.values()) == count, hubs[0]._router.refusals)
         one.disconnect(tcp_address)
         one.connect(tcp_address)
     told = [each.getMessage() for each in caplog.records if "refused a connection" in each.getMessage()]
@@ -266,11 +266,13 @@ class Recorder:
                     kept[near] = bytearray()
                     self.sent.append(kept[near])
                 elif one in other:
-                    data = one.recv(1 << 16)
-                    if data:
+                    try:
+                        data = one.recv(1 << 16)
                         kept.get(one, bytearray()).extend(data)
                         other[one].sendall(data)
-                    else:
+                    except OSError:
+                        data = b""  # one of the two has closed
+                    if not data:
                         for each in (one, other.pop(one)):
                             other.pop(each, None)
                             each.close()
@@ -300,7 +302,7 @@ def replay(address, data):
             pass
 
 
-def test_what_was_recorded_on_the_wire_is_worthless_with_keys_and_unreadable(start, keys, tcp_address, recorder):
+def test_what_was_recorded_on_the_wire_is_worthless_with_keys_and_unreadable(recorder, start, keys, tcp_address):
     hubs = start(keys, (tcp_address, recorder.address))
     secret = b"the prompt of a customer" * 10
     hubs[1].send(Post(rank=1, request_id="r", tokens=secret, prompt_hash="", max_tokens=1))
@@ -316,7 +318,7 @@ def test_what_was_recorded_on_the_wire_is_worthless_with_keys_and_unreadable(sta
     assert hubs[0].drain() == []
 
 
-def test_frames_sent_again_by_somebody_else_change_nothing_without_keys(start, stranger, tcp_address, recorder):
+def test_frames_sent_again_by_somebody_else_change_nothing_without_keys(recorder, start, stranger, tcp_address):
     """Whoever listens on an open network learns the incarnations; as long as a rank's own connections are open, what
     comes in its name over another one is dropped. (The first of this test's words would otherwise end rank 1.)"""
     hubs = start(None, (tcp_address, recorder.address))
@@ -449,8 +451,8 @@ def test_an_empty_list_lets_nobody_in(keys, tcp_address):
     (keys / "ranks" / "rank.key").unlink()
     loaded = load_keys(keys)
     hubs = [ZmqHub(rank, 2, tcp_address, sequencer=None if rank else PassOn(2), keys=loaded) for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(hubs[0].start, hello(0, 2), 1.0)
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(hubs[0].start, hello(0, 2), 0.5)
         with pytest.raises(FleetRefused, match="does not accept our key") as caught:
             hubs[1].start(hello(1, 2), TIMEOUT_S)
         assert caught.value.field == "keys"

@@ -135,6 +135,7 @@ def rank_words(model: Path, run_dir: Path, *more: str, **env: str) -> tuple[int,
     return ended.returncode, ended.stderr
 
 
+@pytest.mark.slow  # two starts of a rank; the rule itself is tested with the hub
 def test_a_hub_for_other_machines_needs_keys(tiny: Path, tmp_path: Path) -> None:
     hub = ("--hub", f"tcp://0.0.0.0:{free_ports(1)}")
     code, said = rank_words(tiny, tmp_path / "run", *hub)
