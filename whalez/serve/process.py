@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from whalez.errors import ConfigError, HubError
 
 PR_SET_PDEATHSIG = 1
-#: What a front gets when its parent is gone. Not SIGKILL: clients of a rank that was killed still have to hear of it. Not
-#: SIGTERM: a dying process hands its children from thread to thread and the kernel signals each time, and a second SIGTERM
-#: means "at once".
+#: What a front gets when its parent is gone. Not SIGKILL: clients of a rank that was killed still have to hear of it.
+#: Not SIGTERM: a dying process hands its children from thread to thread and the kernel signals each time, and a second
+#: SIGTERM means "at once".
 PARENT_GONE = signal.SIGHUP
 FRONT_GRACE_S = 2.0  #: a front that leaves has at most this long to answer what it has taken
 
