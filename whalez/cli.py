@@ -314,6 +314,20 @@ def plan(model: Path, tokens: int, world: int, poster: int, **settings: Any) -> 
         _print(line)
 
 
+@whalez.command("keys")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+def keys_command(directory: Path) -> None:
+    """Make the keys of a fleet: who may join its hub, and who may give it orders.
+
+    docs/security.md says which file belongs on which machine.
+    """
+    from whalez.hub.keys import make_keys
+
+    for path in make_keys(directory):
+        secret = path.suffix == ".key_secret"
+        _say(f"wrote {path}{' (secret: this user only)' if secret else ''}")
+
+
 @whalez.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def doctor(arguments: tuple[str, ...]) -> int:

@@ -199,6 +199,8 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     # Its own id keeps this fleet's shared memory apart; the supervisor's stop has no grace.
     command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--start-timeout", str(fleet.start_s)]
     command += ["--threads", str(fleet.threads)]
+    if fleet.keys is not None:
+        command += ["--keys", str(fleet.keys)]
     command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
     if fleet.listen is not None:
         host, port = parse_listen(fleet.listen)
@@ -223,6 +225,7 @@ class Fleet:
         pin: bind every rank to cores of its own
         capture: have every rank write logits and hidden rows of each request to run_dir/capture/<request id>
         trace: have every rank write one line per prefill launch to run_dir
+        keys: folder of `whalez keys`: only ranks with a key of it join the hub
         start_s: the world has this long to come up
         progress: called with one line for each thing that happened
         settings: fleet settings by name (`segment_floor=64`), see `FleetConfig`
@@ -239,6 +242,7 @@ class Fleet:
         pin: bool = False,
         capture: bool = False,
         trace: bool = False,
+        keys: str | Path | None = None,
         start_s: float = START_S,
         progress: Callable[[str], None] | None = None,
         command: RankCommand | None = None,
@@ -261,6 +265,7 @@ class Fleet:
         self.pin = pin
         self.capture = capture
         self.trace = trace
+        self.keys = Path(keys).resolve() if keys is not None else None
         self.fleet_id = secrets.token_hex(6)
         self.tokenizer = load_tokenizer(self.model)
         self.run_dir = Path(run_dir) if run_dir is not None else Path()  #: the real one once started
@@ -311,6 +316,11 @@ class Fleet:
                 bind(f"{host}:{port + offset}").close()
         if self._command is rank_command:
             self._prepare()
+        if self.keys is not None:
+            from whalez.hub.keys import load_keys  # zmq: not for those who only import Fleet
+
+            for name in ("hub", "rank"):
+                load_keys(self.keys).pair(name)  # refused by name before anything starts
         self._take_run_dir()
         try:
             self._loop = asyncio.new_event_loop()
@@ -675,7 +685,7 @@ class Fleet:
                 self.run_dir = Path(tempfile.mkdtemp(prefix=TEMPORARY))
             else:
                 self.run_dir = self.run_dir.resolve()
-                self.run_dir.mkdir(parents=True, exist_ok=True)
+                self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         except OSError as error:
             raise OutputError(error.filename or "run_dir", error) from None
         longest = self.links[-1].removeprefix("ipc://")

@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before anything imports numba, which reads the nam
     prepare(os.environ)
 
 import contextlib
+import dataclasses
 import secrets
 import signal
 import subprocess
@@ -42,6 +43,8 @@ from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
 from whalez.hub.address import host_identity
+from whalez.hub.keys import load_keys
+from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
 from whalez.model.cache import StateCache
@@ -80,7 +83,7 @@ class RankProcess:
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        self.rank.run_dir.mkdir(parents=True, exist_ok=True)
+        self.rank.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         try:
             loop = self._start()
             loop.run()
@@ -126,6 +129,18 @@ class RankProcess:
         limits = threadpool_limits(rank.threads)
         self._closers.append(limits.restore_original_limits)
 
+        # An ipc address says that all ranks are here, whatever node_ranks says about placement.
+        node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
+        hub = ZmqHub(
+            rank.rank,
+            fleet.world,
+            rank.hub,
+            node_ranks=node_ranks,
+            sequencer=make_sequencer(fleet, policy) if rank.rank == 0 else None,
+            keys=load_keys(rank.keys) if rank.keys is not None else None,
+            insecure=rank.insecure,
+        )  # refuses an address or keys that can not work, before minutes go into loading
+
         health = Health(
             rank=rank.rank,
             world=fleet.world,
@@ -134,6 +149,7 @@ class RankProcess:
             vocab_size=config.vocab_size,
             max_ctx=fleet.max_ctx,
             stall_s=fleet.stall_s,
+            sockets=dataclasses.asdict(SocketOptions()),
         )
         health.eos_tokens = config.eos_token_ids
         link = LinkServer(
@@ -142,6 +158,7 @@ class RankProcess:
             health.status,
         )
         self._closers.append(link.close)
+        health.dropped = lambda: {**hub.dropped(), **link.dropped()}
 
         weights = load_weights(rank.model_dir, config, rank.rank, fleet.world)
         fingerprint = {
@@ -155,10 +172,6 @@ class RankProcess:
         self._closers.append(slabs.close)
         self._slabs = slabs
         slabs.create()
-        # An ipc address says that all ranks are here, whatever node_ranks says about placement.
-        node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
-        sequencer = make_sequencer(fleet, policy) if rank.rank == 0 else None
-        hub = ZmqHub(rank.rank, fleet.world, rank.hub, node_ranks=node_ranks, sequencer=sequencer)
         self._closers.append(hub.close)
         entry = SlabEntry(
             rank=rank.rank,
@@ -320,6 +333,7 @@ class RankProcess:
 @click.option("--start-timeout", "start_s", type=float, default=300.0, help="Seconds the world may take to assemble.")
 @click.option("--capture", is_flag=True, help="Debug: write hidden rows, logits and expert choices to the run folder.")
 @click.option("--trace", is_flag=True, help="Write one line per prefill launch to the run folder.")
+@click.option("--insecure", is_flag=True, help="Do without keys although other machines can reach the hub.")
 @rank_options
 @fleet_options
 def main(**flags: Any) -> None:
@@ -359,6 +373,8 @@ def main(**flags: Any) -> None:
             start_s=flags["start_s"],
             capture=flags["capture"],
             trace=flags["trace"],
+            keys=flags["keys"],
+            insecure=flags["insecure"],
         )
         if rank.pin:
             cores = sorted(os.sched_getaffinity(0))

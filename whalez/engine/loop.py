@@ -185,7 +185,7 @@ class Loop:
             if isinstance(request, Submit):
                 self._accept(client, request, at_ns, at_launch)
             else:
-                self._cancel(request.request_id)
+                self._cancel(client, request.request_id)
         while self._drain_wanted:
             self._begin_drain(self._drain_wanted.popleft(), alone=True)
         self._check_drained()
@@ -306,9 +306,9 @@ class Loop:
         ratio = lanes.local_s / lanes.whale_s
         return lanes.whale_is_faster, f"predicted {ratio:.2f} x the local lane's speed"
 
-    def _cancel(self, request_id: str) -> None:
+    def _cancel(self, client: bytes, request_id: str) -> None:
         live = self._live.get(request_id)
-        if live is not None:
+        if live is not None and live.client == client:  # only its own, whatever name another one gave his
             self._drop(live, "cancelled", "cancelled by the client")
 
     def _drop(self, live: Live, kind: str, reason: str) -> None:

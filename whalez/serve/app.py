@@ -353,4 +353,5 @@ def _health_row(view: RankView) -> dict[str, Any]:
         "waiting": status.waiting,
         "cache_used": status.cache_used,
         "cache_total": status.cache_total,
+        "dropped": status.dropped,
     }
