@@ -286,5 +286,12 @@ def doctor(arguments: tuple[str, ...]) -> int:
     return int(importlib.import_module("whalez.doctor").main(list(arguments)) or 0)
 
 
+@whalez.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def admin(arguments: tuple[str, ...]) -> int:
+    """Look into a running fleet, and give it orders."""
+    return int(importlib.import_module("whalez.admin.commands").main(list(arguments)) or 0)
+
+
 if __name__ == "__main__":
     main()

@@ -102,6 +102,7 @@ class RankConfig:
     model_dir: Path
     run_dir: Path  #: link socket, log, traces and post-mortem go here
     listen: str | None = None  #: H:P of this rank's own HTTP front; None = no front
+    admin: str | None = None  #: tcp://IP:PORT or ipc:///path for an operator's queries; None = a socket in run_dir
     fleet_id: str = "fleet"  #: part of shared-memory names
     device: str = "cpu"
     threads: int = 1  #: threads of the GEMM

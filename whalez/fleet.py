@@ -34,7 +34,8 @@ from whalez.config import SETTING_NAMES, fleet_config, setting_flags
 from whalez.errors import CheckpointError, ConfigError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.serve.completions import check_tokens, pack_tokens
-from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
+from whalez.serve.endpoints import Endpoints, write_endpoints
+from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
 from whalez.serve.process import bind, front_command, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.warm import kernel_environment, warm
@@ -632,7 +633,8 @@ class Fleet:
         else:
             self.run_dir = self.run_dir.resolve()
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        longest = self.links[-1].removeprefix("ipc://")
+        admin = tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
+        longest = admin[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
@@ -643,6 +645,15 @@ class Fleet:
             os.close(self._lock_fd)
             self._lock_fd = None
             raise ConfigError(f"run_dir: another fleet runs in {self.run_dir}") from None
+        told = Endpoints(
+            fleet_id=self.fleet_id,
+            world=self.world,
+            model=str(self.model.resolve()),
+            hub=self.hub_address,
+            launcher_pid=os.getpid(),
+            admin=admin,
+        )
+        write_endpoints(self.run_dir, told)
 
     def _sweep(self) -> None:
         """Remove what a killed rank cannot remove itself: names of shared memory, and our own run folder."""

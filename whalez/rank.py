@@ -29,6 +29,7 @@ from whalez.config import (
     placement_from_environment,
     rank_options,
 )
+from whalez.engine.answers import Answers, RankFacts, as_dict
 from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
 from whalez.engine.loop import Loop
@@ -39,6 +40,8 @@ from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
 from whalez.hub.address import host_identity
+from whalez.hub.sockets import SocketOptions
+from whalez.hub.zmq_admin import ADMIN_OPTIONS, AdminServer
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
 from whalez.model.cache import StateCache
@@ -51,10 +54,11 @@ from whalez.model.weights import expert_bounds
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.parallel.expert import PairedExperts
 from whalez.planning import PlanPolicy, check_plan, plan_whale
+from whalez.rendezvous.lives import WatchedSequencer
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
 from whalez.rendezvous.sequencer import Sequencer
-from whalez.serve.links import link_address
+from whalez.serve.links import admin_address, link_address
 from whalez.serve.process import front_command
 
 
@@ -134,6 +138,20 @@ class RankProcess:
             health.status,
         )
         self._closers.append(link.close)
+        layout = SlabLayout.from_spec(spec)
+        endpoint = rank.admin or admin_address(rank.run_dir, rank.rank)
+        socket_options = as_dict(SocketOptions())
+        facts = RankFacts(
+            rank=rank.rank,
+            device=rank.device,
+            transport="host shm",
+            hub=rank.hub,
+            host=host_identity(),
+            sockets={"hub": socket_options, "link": socket_options, "admin": as_dict(ADMIN_OPTIONS)},
+        )
+        answers = Answers(facts, health, layout, endpoint)
+        server = AdminServer(endpoint, rank.rank, answers.answer)
+        self._closers.append(server.close)
 
         weights = load_weights(rank.model_dir, config, rank.rank, fleet.world)
         fingerprint = {
@@ -142,14 +160,13 @@ class RankProcess:
             "cost": repr(policy.cost),
         }
 
-        layout = SlabLayout.from_spec(spec)
         slabs = HostSlabs(layout, fleet_id=rank.fleet_id, rank=rank.rank, incarnation=self.incarnation)
         self._closers.append(slabs.close)
         self._slabs = slabs
         slabs.create()
         # An ipc address says that all ranks are here, whatever node_ranks says about placement.
         node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
-        sequencer = make_sequencer(fleet, policy) if rank.rank == 0 else None
+        sequencer = WatchedSequencer(make_sequencer(fleet, policy)) if rank.rank == 0 else None
         hub = ZmqHub(rank.rank, fleet.world, rank.hub, node_ranks=node_ranks, sequencer=sequencer)
         self._closers.append(hub.close)
         entry = SlabEntry(
@@ -158,9 +175,14 @@ class RankProcess:
             host=host_identity(),
             pid=os.getpid(),
             ticket=slabs.ticket,
+            admin=endpoint,
         )
+        answers.sequencer = sequencer
+        answers.bad_frames_total = lambda: hub.bad_frames_total + link.bad_frames_total + server.bad_frames_total
         table = hub.start(Hello(entry=entry, world=fleet.world, fingerprint=fingerprint), rank.start_s)
+        answers.table = table
         mapped = slabs.open_all(table)
+        answers.mapped = tuple(slab.rank for slab in mapped)
         hub.mapped(rank.start_s)
         slabs.unlink()
 
@@ -234,6 +256,8 @@ class RankProcess:
         )
         self.loop = loop
         hub.set_waker(bells.wake)
+        if rank.rank == 0:
+            answers.withdraw = hub.withdraw
         self._start_front()
         health.loop = loop
         return loop
@@ -308,6 +332,7 @@ class RankProcess:
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), required=True, help="Hugging Face folder.")
 @click.option("--run", "run_dir", type=click.Path(path_type=Path), required=True, help="Folder for sockets and logs.")
 @click.option("--listen", default=None, help="H:P of this rank's HTTP front.")
+@click.option("--admin", default=None, help="Where this rank answers `whalez admin`; default: a socket in --run.")
 @click.option("--fleet-id", default="fleet", help="Part of shared-memory names.")
 @click.option("--device", default="cpu")
 @click.option("--grace", "grace_s", type=float, default=30.0, help="Seconds that requests may take to end on SIGTERM.")
@@ -341,6 +366,7 @@ def main(**flags: Any) -> None:
             model_dir=flags["model_dir"],
             run_dir=flags["run_dir"].resolve(),
             listen=flags["listen"],
+            admin=flags["admin"],
             fleet_id=flags["fleet_id"],
             device=flags["device"],
             threads=threads,

@@ -1,0 +1,171 @@
+"""The admin socket: a rank answers an operator's queries on a socket and a thread of its own, whatever its loop does.
+
+It is neither the hub's thread nor the link's: a flood of queries must delay no commit and no prompt, and an operator
+must be heard while a prompt of megabytes crosses the link. An answer is sent at once or not at all; who did not hear
+it asks again. The asking side is one call with one deadline for all ranks, so a stopped rank delays nobody's answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from whalez.clock import now_ns
+from whalez.errors import WireError
+from whalez.hub import sockets, wire
+from whalez.hub.address import check_bind, is_of_this_machine
+from whalez.hub.admin import AdminAnswer, AdminQuery, GuardedQuery, NotDone
+from whalez.hub.processes import Wake
+from whalez.hub.sockets import SocketOptions
+
+_log = logging.getLogger(__name__)
+_FRAMES_PER_TURN = 64
+ADMIN_OPTIONS = SocketOptions(message_bytes_max=wire.ADMIN_BYTES_MAX, linger_ms=100)
+
+
+def refusal(query: AdminQuery, address: str) -> str:
+    """Why a query that came in at `address` is not answered, or "". The one place that decides who may do what.
+
+    A socket without keys knows nobody, so what is guarded is taken only where the machine's own users are trusted.
+    """
+    if isinstance(query, GuardedQuery) and not is_of_this_machine(address):
+        return f"{type(query).__name__} is taken on ipc or loopback only, this is {address}"
+    return ""
+
+
+class AdminServer:
+    """A rank's end. Owns: a thread and the socket at `address`. Closed by: `close`, which blocks at most 1 s."""
+
+    def __init__(
+        self,
+        address: str,
+        rank: int,
+        answer: Callable[[AdminQuery], AdminAnswer],
+        *,
+        options: SocketOptions = ADMIN_OPTIONS,
+    ) -> None:
+        """Listens when this returns.
+
+        answer: called in the server's thread, also while the loop is stuck; must not block. What it raises is told to
+            the asker.
+        Raises: HubError naming the address if it is taken or impossible.
+        """
+        check_bind(address, peers_elsewhere=False)
+        self._address = address
+        self._rank = rank
+        self._answer = answer
+        self._context = sockets.make_context()
+        try:
+            self._router = sockets.bind(self._context, address, options)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wake = Wake()
+        self._is_closing = False
+        self.bad_frames_total = 0  #: frames that were no query of this protocol; counted and dropped
+        self._thread = threading.Thread(target=self._run, name="admin", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self._context.destroy()
+            self._wake.close()
+
+    # ---- the thread --------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake.fd, zmq.POLLIN)
+        try:
+            while not self._is_closing:
+                ready = dict(poller.poll())
+                if self._wake.fd in ready:
+                    self._wake.clear()
+                if self._router in ready:
+                    self._read()
+        except Exception:
+            _log.exception("the admin socket at %s ended", self._address)  # operators see it fall silent
+        finally:
+            self._router.close()
+
+    def _read(self) -> None:
+        for _ in range(_FRAMES_PER_TURN):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(parts) != 2:
+                    raise WireError(f"{len(parts)} parts")
+                query = wire.decode_admin(parts[1])
+            except WireError:
+                self.bad_frames_total += 1
+                continue
+            if isinstance(query, AdminQuery):
+                self._reply(parts[0], query)
+            else:
+                self.bad_frames_total += 1  # an answer, which only a server sends
+
+    def _reply(self, client: bytes, query: AdminQuery) -> None:
+        try:
+            reason = refusal(query, self._address)
+            answer = NotDone(query_id=query.query_id, rank=self._rank, reason=reason) if reason else self._answer(query)
+            data = wire.encode_admin(answer)
+        except Exception as error:  # one query that cannot be answered must not silence the rank
+            _log.exception("%s was not answered", type(query).__name__)
+            reason = f"{type(error).__name__}: {error}"[:2000]
+            data = wire.encode_admin(NotDone(query_id=query.query_id, rank=self._rank, reason=reason))
+        with contextlib.suppress(zmq.ZMQError):  # the asker is gone, or does not read
+            self._router.send_multipart((client, data), zmq.NOBLOCK)
+
+
+def ask_all(questions: Sequence[tuple[str, AdminQuery]], timeout_s: float) -> list[AdminAnswer | None]:
+    """Ask every address its query at once; the answers in the same order, None for those that gave none in time.
+
+    Blocks: at most `timeout_s`, all together. Raises: HubError for a malformed address, WireError for a query that does
+    not travel.
+    """
+    deadline = now_ns() + int(timeout_s * 1e9)
+    frames = [wire.encode_admin(query) for _, query in questions]
+    answers: list[AdminAnswer | None] = [None] * len(questions)
+    context = sockets.make_context()
+    try:
+        poller = zmq.Poller()
+        open_: dict[zmq.Socket[bytes], int] = {}
+        for i, (address, _) in enumerate(questions):
+            dealer = sockets.connect(context, address, ADMIN_OPTIONS)
+            open_[dealer] = i
+            poller.register(dealer, zmq.POLLIN | zmq.POLLOUT)
+        while open_ and (left_ns := deadline - now_ns()) > 0:
+            for dealer, event in poller.poll(-(-left_ns // 1_000_000)):
+                i = open_[dealer]
+                if event & zmq.POLLOUT:
+                    with contextlib.suppress(zmq.Again):  # the connection is gone again; it is retried until the end
+                        dealer.send(frames[i], zmq.NOBLOCK)
+                        poller.modify(dealer, zmq.POLLIN)
+                if event & zmq.POLLIN and (answer := _answer_of(dealer, questions[i][1])) is not None:
+                    answers[i] = answer
+                    poller.unregister(dealer)
+                    del open_[dealer]
+    finally:
+        context.destroy(linger=0)
+    return answers
+
+
+def _answer_of(dealer: zmq.Socket[bytes], query: AdminQuery) -> AdminAnswer | None:
+    """The answer to `query` if that is what came in; a rank that sends anything else has not answered."""
+    try:
+        message = wire.decode_admin(dealer.recv(zmq.NOBLOCK))
+    except (WireError, zmq.Again):
+        return None
+    return message if isinstance(message, AdminAnswer) and message.query_id == query.query_id else None
