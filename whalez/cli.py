@@ -233,7 +233,7 @@ def _print_result(result: Generated) -> None:
 @fleet_options
 @rank_options
 def fleet_command(model: Path, world: int, listen: str, restart: bool, run_dir: Path | None, **settings: Any) -> None:
-    """Serve all ranks behind one URL until Ctrl-C."""
+    """Serve all ranks behind one URL until Ctrl-C, or until `whalez admin drain all`."""
     from whalez.fleet import Fleet
 
     failures = 0
@@ -244,6 +244,7 @@ def fleet_command(model: Path, world: int, listen: str, restart: bool, run_dir: 
                 failures, served = 0, True
                 _say_urls(fleet, listen)
                 fleet.wait()
+                return  # drained
         except WhalezError as error:
             failures += 1
             # A fleet that never served has a wrong setting or checkpoint; starting it again would not mend that.

@@ -44,6 +44,7 @@ LEAVE_S = 1.5  #: what a process has after the signal, or after a peer's death, 
 START_S = 300.0  #: the world has this long to come up
 LOG_TAIL_LINES = 3
 _DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
+_DRAINED = "exited with 0"  #: a rank does so only after a Stop that all have begun
 _OUR_KILL = "did not leave and was killed"
 
 #: Runs in the child before the rank's own program. The kernel kills the child when the launcher is gone, however it
@@ -338,7 +339,7 @@ class Fleet:
             self._sweep()
 
     def wait(self) -> None:
-        """Until the fleet fails (raised) or another thread stops it."""
+        """Until the fleet fails (raised), has drained, or another thread stops it."""
         # Short waits, because a signal's exception can only be raised between them on some platforms.
         while not self._over.wait(0.5):
             pass
@@ -513,10 +514,19 @@ class Fleet:
             self._failing = asyncio.create_task(self._fail(process))
 
     async def _fail(self, first: _Process) -> None:
-        """A process is gone that should not be: the others leave by themselves and say why, or are killed."""
+        """A process is gone: the others leave by themselves and say why, or are killed. All with 0 were drained."""
+        has_drained = first.rank is not None and first.how == _DRAINED
+        if has_drained:
+            for process in self._processes:
+                if process.rank is None:
+                    process.signal(signal.SIGTERM)
         await self._leave(LEAVE_S)
-        self.failure = self._blame(first)
-        await self._end_requests(self.failure)
+        if has_drained and all(p.how == _DRAINED for p in self._processes if p.rank is not None):
+            self._progress("the fleet was drained and has left")
+            await self._end_requests(Unavailable("the fleet was drained"))
+        else:
+            self.failure = self._blame(first)
+            await self._end_requests(self.failure)
         self._over.set()
 
     def _blame(self, first: _Process) -> WhalezError:

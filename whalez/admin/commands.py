@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from whalez.admin import views
+from whalez.admin import whales as lives
 from whalez.admin.asking import TIMEOUT_S, Ranks, Reply
+from whalez.errors import RequestError
 from whalez.hub import admin
 
 OK, ERROR, SILENT = 0, 1, 3
@@ -72,3 +76,87 @@ def status(ranks: Ranks, as_json: bool, sockets: bool) -> int:
     if sockets:
         lines += views.socket_lines(replies)
     return _show(replies, lines, views.as_json(replies), as_json)
+
+
+@command.command(epilog=_EPILOG)
+@of_a_fleet
+def whales(ranks: Ranks, as_json: bool) -> int:
+    """Each whale's life: posted, gathered, ready by whom, committed at L, begun, done or cancelled and why, slips."""
+    replies = ranks.ask(lambda query_id: admin.AskWhales(query_id=query_id))
+    told = lives.stories(replies)
+    lines = lives_lines(told, replies)
+    content = views.as_json(replies) | {"whales": [_story(story) for story in told]}
+    return _show(replies, lines, content, as_json)
+
+
+def lives_lines(told: Sequence[lives.Story], replies: Sequence[Reply]) -> list[str]:
+    """The table of whales, and the sequencer as it stands if rank 0 answered."""
+    lines = views.table(lives.HEAD, lives.rows(told))
+    for reply in replies:
+        if isinstance(reply.answer, admin.Whales) and (line := reply.answer.sequencer) is not None:
+            left = f", left: rank {views.ranks_text(line.left)}" if line.left else ""
+            lines.append(
+                f"sequencer: {line.phase} at launch {line.launch}, slack {line.slack}, "
+                f"{line.waiting} posts wait for a seq{left}"
+            )
+    return lines
+
+
+def _story(story: lives.Story) -> dict[str, Any]:
+    return {**dataclasses.asdict(story), "state": story.state}
+
+
+@command.command(epilog=_EPILOG)
+@of_a_fleet
+def slabs(ranks: Ranks, as_json: bool) -> int:
+    """The layout of a slab, its bytes, and who has mapped whose."""
+    replies = ranks.ask(lambda query_id: admin.AskSlabs(query_id=query_id))
+    return _show(replies, views.slab_lines(replies), views.as_json(replies), as_json)
+
+
+@command.command(epilog=_EPILOG)
+@of_a_fleet
+def doorbells(ranks: Ranks, as_json: bool) -> int:
+    """Who waits for whom, and what is expected and seen at every doorbell: for a fleet that hangs."""
+    replies = ranks.ask(lambda query_id: admin.AskDoorbells(query_id=query_id))
+    told = views.waits(replies)
+    content = views.as_json(replies) | {"waits": msgspec.to_builtins(told), "blocked_on": views.blocked_on(told)}
+    return _show(replies, views.doorbell_lines(replies), content, as_json)
+
+
+@command.command(epilog=_EPILOG)
+@click.argument("seq", type=click.IntRange(min=0))
+@of_a_fleet
+def cancel(ranks: Ranks, as_json: bool, seq: int) -> int:
+    """End whale SEQ and the request it is for. One that is committed runs to its end, for nobody."""
+    told = {story.seq: story for story in lives.stories(ranks.ask(lambda query_id: admin.AskWhales(query_id=query_id)))}
+    story = told.get(seq)
+    if story is None or story.poster is None:
+        raise RequestError(f"no whale {seq} is known to a rank that answers")
+    if story.state in ("done", "cancelled"):
+        raise RequestError(f"whale {seq} is {story.state} already")
+    ranks.renew()
+    poster, request_id = story.poster, story.request_id
+    replies = ranks.ask(
+        lambda query_id: admin.CancelWhale(query_id=query_id, seq=seq, request_id=request_id, poster=poster),
+        {0, poster},
+    )
+    return _show(replies, _ordered_lines(replies), views.as_json(replies), as_json)
+
+
+@command.group(epilog=_EPILOG)
+def drain() -> None:
+    """Make ranks leave."""
+
+
+@drain.command("all", epilog=_EPILOG)
+@click.option("--grace", "grace_s", default=30.0, show_default=True, type=click.FloatRange(0, 86400))
+@of_a_fleet
+def drain_all(ranks: Ranks, as_json: bool, grace_s: float) -> int:
+    """No new requests; those that run have --grace seconds to end; then all ranks leave at one launch, with exit 0."""
+    replies = ranks.ask(lambda query_id: admin.DrainFleet(query_id=query_id, grace_s=grace_s))
+    return _show(replies, _ordered_lines(replies), views.as_json(replies), as_json)
+
+
+def _ordered_lines(replies: Sequence[Reply]) -> list[str]:
+    return [f"rank {reply.rank}: {reply.answer.what}" for reply in replies if isinstance(reply.answer, admin.Ordered)]

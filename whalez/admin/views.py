@@ -85,3 +85,84 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
+
+
+# ---- slabs --------------------------------------------------------------------------------------------------------
+def slab_lines(replies: Sequence[Reply]) -> list[str]:
+    """The layout once, then every rank's slab and who has mapped it."""
+    told = [reply.answer for reply in replies if isinstance(reply.answer, admin.Slabs)]
+    if not told:
+        return []
+    regions = [
+        [region.name, region.offset, "x".join(map(str, region.shape)), region.dtype, region.nbytes]
+        for region in told[0].regions
+    ]
+    rows: list[list[object]] = []
+    for reply in replies:
+        mappers = ranks_text([each.rank for each in told if reply.rank in each.mapped]) or NONE
+        if isinstance(reply.answer, admin.Slabs):
+            rows.append([reply.rank, reply.answer.nbytes, reply.answer.pid, reply.answer.host, mappers])
+        else:
+            rows.append([reply.rank, NONE, NONE, "no answer", mappers])
+    return [
+        *table(("region", "offset", "shape", "dtype", "bytes"), regions),
+        "",
+        *table(("rank", "slab bytes", "pid", "host", "mapped by"), rows),
+    ]
+
+
+# ---- doorbells ----------------------------------------------------------------------------------------------------
+def waits(replies: Sequence[Reply]) -> list[admin.WaitLine]:
+    """Whom every rank waits for: its own word where it answered, else what the others read in its slab."""
+    found: dict[int, admin.WaitLine] = {}
+    answered = {reply.rank for reply in replies if isinstance(reply.answer, admin.Doorbells)}
+    for reply in replies:
+        if isinstance(reply.answer, admin.Doorbells):
+            for line in reply.answer.waits:
+                if line.rank == reply.rank or line.rank not in answered:
+                    found[line.rank] = line
+    return [found[rank] for rank in sorted(found)]
+
+
+def blocked_on(told: Sequence[admin.WaitLine]) -> list[int]:
+    """Ranks that somebody waits for and that wait for nobody: where a fleet that hangs is stuck."""
+    return sorted({line.peer for line in told} - {line.rank for line in told})
+
+
+def doorbell_lines(replies: Sequence[Reply]) -> list[str]:
+    """Who waits for whom, what stands in every slab, then every line of every rank that answered."""
+    told = waits(replies)
+    lines = [f"rank {line.rank} waits for rank {line.peer}: {_window(line)}" for line in told]
+    if stuck := blocked_on(told):
+        lines.append(f"waited for, and waiting for nobody: rank {ranks_text(stuck)}")
+    lines = lines or ["no rank waits for another"]
+    first = next((reply.answer for reply in replies if isinstance(reply.answer, admin.Doorbells)), None)
+    if first is None:
+        return []
+    lines += [
+        "",
+        *table(
+            ("rank", "launches begun", "progress", "word"),
+            [[p.rank, p.launch_count, p.progress, p.word] for p in first.peers],
+        ),
+        "",
+    ]
+    rows = [
+        [
+            reply.rank,
+            line.kind,
+            line.peer,
+            NONE if line.expected is None else f"{line.expected:#x}",
+            f"{line.seen:#x}",
+            f"{line.rung:#x}",
+        ]
+        for reply in replies
+        if isinstance(reply.answer, admin.Doorbells)
+        for line in reply.answer.lines
+    ]
+    return lines + table(("rank", "bell", "peer", "expected", "seen", "rung there"), rows)
+
+
+def _window(line: admin.WaitLine) -> str:
+    seen = "" if line.seen is None else f", seen {line.seen:#x}"
+    return f"{line.kind} doorbell at {line.place}, expected {line.expected:#x}{seen}"
