@@ -229,6 +229,8 @@ def _print_result(result: Generated) -> None:
 @_world
 @click.option("--listen", required=True, metavar="HOST:PORT", help="One URL for all ranks; rank r on PORT + 1 + r.")
 @click.option("--restart", is_flag=True, help="Start the world again after a failure.")
+@click.option("--trace", is_flag=True, help="Have every rank write one line per prefill launch to the run folder.")
+@click.option("--hold-on-failure", is_flag=True, help="Keep failed ranks for a debugger until Ctrl-C.")
 @_run
 @fleet_options
 @rank_options

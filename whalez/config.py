@@ -111,6 +111,7 @@ class RankConfig:
     start_s: float = 300.0  #: how long the world may take to assemble
     capture: bool = False  #: debug: write hidden rows, logits and expert choices of every request to run_dir
     trace: bool = False  #: write one line per launch that prefilled something
+    hold_on_failure: bool = False  #: a rank that fails once the world runs stays, for a debugger, until it is signalled
 
     def __post_init__(self) -> None:
         _require(self.rank >= 0, "rank", "0 or more", self.rank)

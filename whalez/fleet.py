@@ -36,7 +36,7 @@ from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.serve.completions import check_tokens, pack_tokens
 from whalez.serve.endpoints import Endpoints, write_endpoints
 from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
-from whalez.serve.process import bind, front_command, parse_listen
+from whalez.serve.process import bind, front_command, held_line, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.warm import kernel_environment, warm
 
@@ -189,6 +189,7 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--start-timeout", str(fleet.start_s)]
     command += ["--threads", str(fleet.threads)]
     command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
+    command += ["--hold-on-failure"] if fleet.hold_on_failure else []
     if fleet.listen is not None:
         host, port = parse_listen(fleet.listen)
         command += ["--listen", f"{f'[{host}]' if ':' in host else host}:{port + 1 + rank}"]
@@ -212,6 +213,7 @@ class Fleet:
         pin: bind every rank to cores of its own
         capture: have every rank write logits and hidden rows of each request to run_dir/capture/<request id>
         trace: have every rank write one line per prefill launch to run_dir
+        hold_on_failure: a rank that fails stays for a debugger, and no other is killed, until `stop`
         start_s: the world has this long to come up
         progress: called with one line for each thing that happened
         settings: fleet settings by name (`segment_floor=64`), see `FleetConfig`
@@ -228,6 +230,7 @@ class Fleet:
         pin: bool = False,
         capture: bool = False,
         trace: bool = False,
+        hold_on_failure: bool = False,
         start_s: float = START_S,
         progress: Callable[[str], None] | None = None,
         command: RankCommand | None = None,
@@ -250,6 +253,7 @@ class Fleet:
         self.pin = pin
         self.capture = capture
         self.trace = trace
+        self.hold_on_failure = hold_on_failure
         self.fleet_id = secrets.token_hex(6)
         self.tokenizer = load_tokenizer(self.model)
         self.run_dir = Path(run_dir) if run_dir is not None else Path()  #: the real one once started
@@ -267,6 +271,8 @@ class Fleet:
         self._open: dict[Pending, asyncio.Task[None]] = {}
         self._statuses: list[Status | None] = [None] * world
         self._failing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None  # over ranks that are held
+        self._released = asyncio.Event()  # of what is held
         self._is_stopping = False
         self._has_served = False
         self._over = threading.Event()
@@ -437,6 +443,8 @@ class Fleet:
         if self.listen is not None:
             await self._unless_failed([asyncio.create_task(self._start_front(self.listen))], began)
         self._has_served = True
+        if self.hold_on_failure:
+            self._watching = asyncio.create_task(self._tell_of_held())
         self._progress(f"{self.world} ranks serve after {time.monotonic() - began:.1f} s")
 
     async def _unless_failed(self, tasks: Sequence[asyncio.Task[None]], began: float) -> None:
@@ -520,6 +528,9 @@ class Fleet:
             for process in self._processes:
                 if process.rank is None:
                     process.signal(signal.SIGTERM)
+        elif self.hold_on_failure and self._has_served:
+            self._progress(f"{first.name} {first.obituary()}; the others are held until this fleet is stopped")
+            await self._released.wait()
         await self._leave(LEAVE_S)
         if has_drained and all(p.how == _DRAINED for p in self._processes if p.rank is not None):
             self._progress("the fleet was drained and has left")
@@ -528,6 +539,17 @@ class Fleet:
             self.failure = self._blame(first)
             await self._end_requests(self.failure)
         self._over.set()
+
+    async def _tell_of_held(self) -> None:
+        """Say once of every rank that has failed and stays, with the line to attach. Runs until cancelled."""
+        told: set[int] = set()
+        while True:
+            for status in await self._ask_all(1.0):
+                if status is not None and status.state == "failed" and status.rank not in told:
+                    told.add(status.rank)
+                    self._progress(f"rank {status.rank} failed: {status.trouble}")
+                    self._progress(f"rank {status.rank} is {held_line(status.pid)}")
+            await asyncio.sleep(0.5)
 
     def _blame(self, first: _Process) -> WhalezError:
         """Who ended the fleet: a killed rank, even if a peer left before we saw it; else whom the first one names."""
@@ -564,7 +586,13 @@ class Fleet:
 
     async def _stop_all(self) -> None:
         self._is_stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self._failing is not None:
+            if self.hold_on_failure:
+                for process in self._processes:
+                    process.signal(signal.SIGTERM)
+                self._released.set()
             await self._failing
         else:
             for process in self._processes:

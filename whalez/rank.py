@@ -13,12 +13,15 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
+import msgspec
 from threadpoolctl import threadpool_limits
 
 from whalez.config import (
@@ -59,7 +62,7 @@ from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
 from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import admin_address, link_address
-from whalez.serve.process import front_command
+from whalez.serve.process import front_command, held_line
 
 
 def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
@@ -76,6 +79,8 @@ class RankProcess:
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
+        self._is_held = False
+        self._released = threading.Event()
         self._slabs: HostSlabs | None = None
 
     def run(self) -> int:
@@ -88,12 +93,14 @@ class RankProcess:
         except WhalezError as error:
             self._fail(str(error), error)
             print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
+            self._hold()
             return 1
         except Exception as error:  # our own mistake; the process ends here, and its clients hear why all the same
             what = f"{type(error).__name__}: {error}"
             self._fail(what, error)
             traceback.print_exc()
             print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
+            self._hold()
             return 1
         finally:
             for close in reversed(self._closers):
@@ -104,13 +111,25 @@ class RankProcess:
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First signal: leave within the grace. Second, or before the world runs: exit now."""
+        """First signal: leave within the grace. Second, or before the world runs: exit now. Held: end the hold."""
+        if self._is_held:
+            self._released.set()
+            return
         self._signals += 1
         if self.loop is None or self._signals > 1:
             if self._slabs is not None:
                 self._slabs.unlink()  # the one thing that would outlive the process
             os._exit(128 + number)
         self.loop.drain(self.rank.grace_s)
+
+    def _hold(self) -> None:
+        """Keep the failed process as it is, if that was asked for and the world ran, until a signal comes."""
+        if not self.rank.hold_on_failure or self.loop is None:
+            return
+        self._is_held = True
+        print(f"whalez: rank {self.rank.rank}: {held_line(os.getpid())}", file=sys.stderr, flush=True)
+        while not self._released.wait(0.5):  # short waits, for a signal's handler runs between them
+            pass
 
     def _start(self) -> Loop:
         rank, fleet = self.rank, self.fleet
@@ -295,8 +314,12 @@ class RankProcess:
         """End the requests with an error that says why, and leave a post-mortem."""
         record: dict[str, Any] = {
             "rank": self.rank.rank,
+            "world": self.fleet.world,
+            "fleet_id": self.rank.fleet_id,
             "incarnation": self.incarnation,
             "pid": os.getpid(),
+            "at_wall_s": time.time(),
+            "blames": getattr(error, "rank", getattr(error, "peer", None)),  # the rank this one says is at fault
             "error": type(error).__name__,
             "message": str(error),
             "traceback": "".join(traceback.format_exception(error)),
@@ -318,6 +341,7 @@ class RankProcess:
                     for peer in range(self.fleet.world)
                 },
                 "story": list(loop.member.story),
+                "whales": msgspec.to_builtins(loop.whales.lives),
                 "running": loop.scheduler.running_count,
                 "waiting": loop.scheduler.waiting_count,
             }
@@ -339,6 +363,7 @@ class RankProcess:
 @click.option("--start-timeout", "start_s", type=float, default=300.0, help="Seconds the world may take to assemble.")
 @click.option("--capture", is_flag=True, help="Debug: write hidden rows, logits and expert choices to the run folder.")
 @click.option("--trace", is_flag=True, help="Write one line per prefill launch to the run folder.")
+@click.option("--hold-on-failure", is_flag=True, help="Stay after a failure, for a debugger, until SIGTERM.")
 @rank_options
 @fleet_options
 def main(**flags: Any) -> None:
@@ -375,6 +400,7 @@ def main(**flags: Any) -> None:
             start_s=flags["start_s"],
             capture=flags["capture"],
             trace=flags["trace"],
+            hold_on_failure=flags["hold_on_failure"],
         )
         if rank.pin:
             cores = sorted(os.sched_getaffinity(0))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import struct
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +16,14 @@ from typing import Any
 import click
 import msgspec
 
-from whalez.admin import views
+from whalez.admin import bundle, launches, postmortem, views
 from whalez.admin import whales as lives
 from whalez.admin.asking import TIMEOUT_S, Ranks, Reply
 from whalez.errors import RequestError
 from whalez.hub import admin
 
 OK, ERROR, SILENT = 0, 1, 3
+_WATCHED_WHALES = 10
 
 _EPILOG = (
     "Exit codes: 0 all ranks answered and what was asked is done; 1 error; 2 usage; 3 some rank did not answer "
@@ -115,13 +120,14 @@ def slabs(ranks: Ranks, as_json: bool) -> int:
 
 
 @command.command(epilog=_EPILOG)
+@click.option("--all", "show_all", is_flag=True, help="Also the lines at which nobody is behind.")
 @of_a_fleet
-def doorbells(ranks: Ranks, as_json: bool) -> int:
-    """Who waits for whom, and what is expected and seen at every doorbell: for a fleet that hangs."""
+def doorbells(ranks: Ranks, as_json: bool, show_all: bool) -> int:
+    """Who waits for whom, what is expected and what was seen: for a fleet that hangs."""
     replies = ranks.ask(lambda query_id: admin.AskDoorbells(query_id=query_id))
     told = views.waits(replies)
     content = views.as_json(replies) | {"waits": msgspec.to_builtins(told), "blocked_on": views.blocked_on(told)}
-    return _show(replies, views.doorbell_lines(replies), content, as_json)
+    return _show(replies, views.doorbell_lines(replies, show_all=show_all), content, as_json)
 
 
 @command.command(epilog=_EPILOG)
@@ -160,3 +166,107 @@ def drain_all(ranks: Ranks, as_json: bool, grace_s: float) -> int:
 
 def _ordered_lines(replies: Sequence[Reply]) -> list[str]:
     return [f"rank {reply.rank}: {reply.answer.what}" for reply in replies if isinstance(reply.answer, admin.Ordered)]
+
+
+@command.command(epilog=_EPILOG)
+@click.option("--interval", "interval_s", default=0.5, show_default=True, type=click.FloatRange(0.1, 60))
+@click.option("--times", default=None, type=click.IntRange(min=1), help="Stop after so many; default: until Ctrl-C.")
+@of_a_fleet
+def watch(ranks: Ranks, as_json: bool, interval_s: float, times: int | None) -> int:
+    """Status, whales and waits, live. With --json one object a line."""
+    from rich.live import Live
+    from rich.text import Text
+
+    code = OK
+    live = None if as_json else Live(Text(""), auto_refresh=False)
+    with live or contextlib.nullcontext():
+        for i in itertools.count(1):
+            ranks.renew()
+            replies = ranks.ask(lambda query_id: admin.AskStatus(query_id=query_id))
+            answering = {reply.rank for reply in replies if reply.answer is not None}
+            seen = ranks.ask(lambda query_id: admin.AskWhales(query_id=query_id), answering)
+            rung = ranks.ask(lambda query_id: admin.AskDoorbells(query_id=query_id), answering)
+            told = lives.stories(seen)
+            code = OK if len(answering) == len(replies) else SILENT
+            if live is None:
+                content = views.as_json(replies) | {
+                    "whales": [_story(story) for story in told],
+                    "waits": msgspec.to_builtins(views.waits(rung)),
+                }
+                click.echo(json.dumps(content))
+            else:
+                lines = views.table(views.STATUS_HEAD, views.status_rows(replies))
+                lines += ["", *lives_lines(told[-_WATCHED_WHALES:], seen), "", *views.wait_lines(views.waits(rung))]
+                live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+            if i == times:
+                return code
+            time.sleep(interval_s)
+    return code
+
+
+@command.command(epilog=_EPILOG)
+@click.option("--run", "run_dir", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--last", default=20, show_default=True, type=click.IntRange(min=1), help="Launches to show.")
+@click.option("--request", "request_id", help="Only launches of this request.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def trace(run_dir: Path, last: int, request_id: str | None, as_json: bool) -> int:
+    """The last launches that prefilled something, from the trace files of a fleet that was started with --trace."""
+    lines = [line for line in launches.read_traces(run_dir) if request_id in (None, line["request_id"])]
+    kept = set(sorted({line["launch"] for line in lines})[-last:])
+    lines = [line for line in lines if line["launch"] in kept]
+    if as_json:
+        click.echo(json.dumps({"launches": lines}, indent=1))
+    else:
+        click.echo("\n".join(views.table(launches.HEAD, launches.rows(lines))))
+    return OK
+
+
+@command.command(epilog=_EPILOG)
+@click.option("--out", default=Path("whalez-dump.tar.gz"), show_default=True, type=click.Path(path_type=Path))
+@click.option("--with-prompts", is_flag=True, help="Also token ids of running requests, and captures.")
+@of_a_fleet
+def dump(ranks: Ranks, as_json: bool, out: Path, with_prompts: bool) -> int:
+    """Write a bundle for a bug report: all answers, logs, post-mortems and traces; no prompts unless asked."""
+    asked: dict[str, Callable[[str], admin.AdminQuery]] = {
+        "status": lambda query_id: admin.AskStatus(query_id=query_id),
+        "whales": lambda query_id: admin.AskWhales(query_id=query_id),
+        "slabs": lambda query_id: admin.AskSlabs(query_id=query_id),
+        "doorbells": lambda query_id: admin.AskDoorbells(query_id=query_id),
+    }
+    if with_prompts:
+        asked["prompts"] = lambda query_id: admin.AskPrompts(query_id=query_id)
+    answers: dict[str, object] = {}
+    silent: dict[int, Reply] = {}
+    for name, make in asked.items():
+        ranks.renew()
+        replies = ranks.ask(make, set(ranks.endpoints) - set(silent))
+        silent |= {reply.rank: reply for reply in replies if reply.answer is None}
+        answers[name] = _prompts(replies) if name == "prompts" else views.as_json(replies)
+    names = bundle.write_bundle(out, answers, ranks.run_dir, with_prompts=with_prompts)
+    content = {"out": str(out), "files": names, "silent": sorted(silent)}
+    return _show(list(silent.values()), [f"{out}: {len(names)} files", *names], content, as_json)
+
+
+def _prompts(replies: Sequence[Reply]) -> object:
+    return {
+        reply.rank: {
+            request_id: list(struct.unpack(f"<{len(tokens) // 4}i", tokens))
+            for request_id, tokens in reply.answer.prompts.items()
+        }
+        for reply in replies
+        if isinstance(reply.answer, admin.Prompts)
+    }
+
+
+@command.command("postmortem", epilog=_EPILOG)
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def postmortem_command(folder: Path, as_json: bool) -> int:
+    """Merge the post-mortem files of a run folder into one page that names the first cause."""
+    files, stale = postmortem.read_files(folder)
+    if as_json:
+        cause = dataclasses.asdict(postmortem.first_cause(files))
+        click.echo(json.dumps({"cause": cause, "stale": stale, "files": files}, indent=1))
+    else:
+        click.echo("\n".join(postmortem.page(folder, files, stale)))
+    return OK

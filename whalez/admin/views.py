@@ -11,6 +11,7 @@ from whalez.admin.asking import Reply
 from whalez.hub import admin
 
 NONE = "-"
+_GANG_KINDS = ("data", "free")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -129,24 +130,20 @@ def blocked_on(told: Sequence[admin.WaitLine]) -> list[int]:
     return sorted({line.peer for line in told} - {line.rank for line in told})
 
 
-def doorbell_lines(replies: Sequence[Reply]) -> list[str]:
-    """Who waits for whom, what stands in every slab, then every line of every rank that answered."""
-    told = waits(replies)
+def wait_lines(told: Sequence[admin.WaitLine]) -> list[str]:
+    """A sentence per rank that waits, and whom the fleet is stuck on."""
     lines = [f"rank {line.rank} waits for rank {line.peer}: {_window(line)}" for line in told]
     if stuck := blocked_on(told):
         lines.append(f"waited for, and waiting for nobody: rank {ranks_text(stuck)}")
-    lines = lines or ["no rank waits for another"]
+    return lines or ["no rank waits for another"]
+
+
+def doorbell_lines(replies: Sequence[Reply], *, show_all: bool) -> list[str]:
+    """Who waits for whom, what stands in every slab, then the lines where somebody is behind, or all of them."""
     first = next((reply.answer for reply in replies if isinstance(reply.answer, admin.Doorbells)), None)
     if first is None:
         return []
-    lines += [
-        "",
-        *table(
-            ("rank", "launches begun", "progress", "word"),
-            [[p.rank, p.launch_count, p.progress, p.word] for p in first.peers],
-        ),
-        "",
-    ]
+    slabs = [[peer.rank, peer.launch_count, peer.progress, peer.word] for peer in first.peers]
     rows = [
         [
             reply.rank,
@@ -159,8 +156,20 @@ def doorbell_lines(replies: Sequence[Reply]) -> list[str]:
         for reply in replies
         if isinstance(reply.answer, admin.Doorbells)
         for line in reply.answer.lines
+        if show_all or _is_behind(line)
     ]
-    return lines + table(("rank", "bell", "peer", "expected", "seen", "rung there"), rows)
+    return [
+        *wait_lines(waits(replies)),
+        "",
+        *table(("rank", "launches begun", "progress", "word"), slabs),
+        "",
+        *(table(("rank", "bell", "peer", "expected", "seen", "rung there"), rows) if rows else ["all bells are level"]),
+    ]
+
+
+def _is_behind(line: admin.BellLine) -> bool:
+    """Awaited now, or a peer that has rung less than it was rung; gang kinds go one way, so they tell nothing."""
+    return line.expected is not None or (line.kind not in _GANG_KINDS and line.seen < line.rung)
 
 
 def _window(line: admin.WaitLine) -> str:
