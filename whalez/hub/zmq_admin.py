@@ -139,16 +139,17 @@ def ask_all(questions: Sequence[tuple[str, AdminQuery]], timeout_s: float) -> li
     frames = [wire.encode_admin(query) for _, query in questions]
     answers: list[AdminAnswer | None] = [None] * len(questions)
     context = sockets.make_context()
+    asked: dict[zmq.Socket[bytes], int] = {}
     try:
         poller = zmq.Poller()
-        open_: dict[zmq.Socket[bytes], int] = {}
         for i, (address, _) in enumerate(questions):
             dealer = sockets.connect(context, address, ADMIN_OPTIONS)
-            open_[dealer] = i
+            asked[dealer] = i
             poller.register(dealer, zmq.POLLIN | zmq.POLLOUT)
-        while open_ and (left_ns := deadline - now_ns()) > 0:
+        waiting = len(questions)
+        while waiting and (left_ns := deadline - now_ns()) > 0:
             for dealer, event in poller.poll(-(-left_ns // 1_000_000)):
-                i = open_[dealer]
+                i = asked[dealer]
                 if event & zmq.POLLOUT:
                     with contextlib.suppress(zmq.Again):  # the connection is gone again; it is retried until the end
                         dealer.send(frames[i], zmq.NOBLOCK)
@@ -156,8 +157,10 @@ def ask_all(questions: Sequence[tuple[str, AdminQuery]], timeout_s: float) -> li
                 if event & zmq.POLLIN and (answer := _answer_of(dealer, questions[i][1])) is not None:
                     answers[i] = answer
                     poller.unregister(dealer)
-                    del open_[dealer]
+                    waiting -= 1
     finally:
+        for dealer in asked:
+            dealer.close(linger=0)
         context.destroy(linger=0)
     return answers
 
