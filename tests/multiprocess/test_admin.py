@@ -11,7 +11,10 @@ import itertools
 import json
 import os
 import signal
+import socket
 import struct
+import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whalez.admin import commands, whales
+from whalez.admin import commands, launches, postmortem, whales
 from whalez.admin.asking import Ranks
-from whalez.errors import RequestError, Unavailable
+from whalez.errors import PeerDied, RequestError, Unavailable
 from whalez.fleet import Fleet
 from whalez.hub.admin import AskStatus, AskWhales, RankStatus
 from whalez.serve.links import admin_address
@@ -52,6 +55,7 @@ def tool(four: Fleet, capsys: pytest.CaptureFixture[str]) -> Tool:
 def stopped(fleet: Fleet, rank: int) -> Iterator[None]:
     pid = fleet.pids()[f"rank {rank}"]
     os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
     try:
         yield
     finally:
@@ -215,8 +219,6 @@ def test_trace_has_one_row_for_a_superstep_of_four(four: Fleet, tool: Tool) -> N
 
 def tool_trace(fleet: Fleet, request_id: str) -> tuple[int, list[dict[str, Any]]]:
     """Its lines are written after the token is out, so they are waited for."""
-    from whalez.admin import launches
-
     deadline = time.monotonic() + 10
     while True:
         lines = [line for line in launches.read_traces(fleet.run_dir) if line["request_id"] == request_id]
@@ -245,3 +247,59 @@ def test_drain_all_ends_the_fleet_without_a_failure(four: Fleet, tool: Tool) -> 
     assert [process.how for process in four._processes] == ["exited with 0"] * 4
     with pytest.raises(Unavailable):
         four.generate(prompt_of(30, 8), max_tokens=1)
+
+
+@pytest.mark.slow
+def test_held_ranks_stay_for_a_debugger_and_leave_when_the_fleet_is_stopped(
+    tiny: Path, start: Callable[..., Fleet]
+) -> None:
+    """A fleet of its own, for it fails: rank 1 is killed, rank 0 notices, writes why, and stays."""
+    lines: list[str] = []
+    fleet = start(tiny, 2, hold_on_failure=True, progress=lines.append)
+    pids = fleet.pids()
+    os.kill(pids["rank 1"], signal.SIGKILL)
+    attach = f"rank 0 is held for a debugger until SIGTERM: pid {pids['rank 0']}; attach with `gdb -p {pids['rank 0']}`"
+    deadline = time.monotonic() + 15
+    while not any(line.startswith(attach) for line in lines):
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.05)
+    path = fleet.run_dir / "post-mortem-0.json"
+    assert json.loads(path.read_text())["blames"] == 1
+    assert postmortem.first_cause(postmortem.read_files(fleet.run_dir)[0]).ranks == (1,)
+    state = Path(f"/proc/{pids['rank 0']}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    assert state in "SR"
+    ranks = Ranks(fleet.run_dir, None, 0.8)
+    zero = ranks.ask(lambda query_id: AskStatus(query_id=query_id), {0})[0].answer
+    assert isinstance(zero, RankStatus)
+    assert zero.health.state == "failed"
+    began = time.monotonic()
+    fleet.stop()
+    assert time.monotonic() - began < 4
+    assert isinstance(fleet.failure, PeerDied) and fleet.failure.rank == 1
+    held = next(process for process in fleet._processes if process.rank == 0)
+    assert held.how == "exited with 1"  # it left by itself, and was not killed
+
+
+@pytest.mark.slow
+def test_whalez_fleet_exits_with_0_when_it_was_drained(tiny: Path, tmp_path: Path) -> None:
+    """Also with --restart: a fleet that was sent away does not come back, and its front goes with it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["fleet", "--model", str(tiny), "--world", "2", "--listen", f"127.0.0.1:{port}", "--run", str(tmp_path)]
+    command = [sys.executable, "-m", "whalez.cli", *words, "--max-ctx", "2048", "--restart"]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stderr is not None
+        assert any("all ranks: http" in line for line in launcher.stderr)
+        tool = [sys.executable, "-m", "whalez.admin"]
+        begun = subprocess.run([*tool, "drain", "all", "--run", str(tmp_path)], capture_output=True, text=True)
+        assert begun.returncode == 0, begun.stderr
+        assert launcher.wait(20) == 0
+        assert "the fleet was drained and has left" in launcher.stderr.read()
+        after = subprocess.run([*tool, "status", "--run", str(tmp_path)], capture_output=True, text=True)
+        assert after.returncode == 3
+        assert list(tmp_path.glob("post-mortem-*.json")) == []
+    finally:
+        launcher.kill()
+        launcher.communicate()
