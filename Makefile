@@ -3,18 +3,30 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST := $(BIN)/python -m pytest --durations=10
+# A tier ends with its ten slowest tests, its name and its time. The workers are as many as the cores it is made for.
+tier = @began=$$(date +%s); $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \
+	--durations=10 $(1); status=$$?; echo "$@ took $$(($$(date +%s) - began)) s"; exit $$status
 
-.PHONY: demo test test-long bench lint types contracts kernels check clean
+.PHONY: demo test test-long hunt gpu-check bench lint types contracts kernels check clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu"
+	$(call tier,-m "not slow and not gpu")
 
 test-long: $(READY)
-	$(PYTEST) -m "not gpu" --timeout 900
+	$(call tier,-m "not gpu" --timeout 900)
+
+# Fleets on one thread from fresh seeds, until one breaks a property or SEEDS are done.
+SEEDS ?= 100000
+START ?= $(shell date +%s)00000
+hunt: $(READY)
+	$(BIN)/python tools/simulate.py --seeds $(SEEDS) --start $(START)
+
+# On a machine with a GPU: the tests that need one, and a report of device, driver and results in build/gpu-check.md.
+gpu-check: $(READY)
+	$(BIN)/python tools/gpu_check.py
 
 bench: $(READY)
 	$(BIN)/python -m bench

@@ -54,13 +54,20 @@ def test_a_bad_setting_is_refused_by_name(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("field", "name", "value"),
-    [("rank", "rank", -1), ("threads", "threads", 0), ("grace_s", "grace", -1.0), ("device", "device", "cuda:0")],
+    [("rank", "rank", -1), ("threads", "threads", 0), ("grace_s", "grace", -1.0), ("device", "device", "tpu")],
 )
 def test_a_bad_rank_setting_is_refused_by_name(field: str, name: str, value: object) -> None:
     good = {"rank": 0, "hub": "ipc:///x", "model_dir": Path(), "run_dir": Path()}
     RankConfig(**good)
     with pytest.raises(ConfigError, match=f"^{name}: expected .*, got "):
         RankConfig(**{**good, field: value})
+
+
+def test_a_rank_on_cuda_is_refused_with_what_there_is() -> None:
+    good = {"rank": 0, "hub": "ipc:///x", "model_dir": Path(), "run_dir": Path()}
+    for device in ("cuda", "cuda:3"):
+        with pytest.raises(ConfigError, match=f"^device: expected cpu, got {device}: .* no model runs on them"):
+            RankConfig(**good, device=device)
 
 
 def test_flags_win_over_the_checkpoint_which_wins_over_defaults(tmp_path: Path) -> None:

@@ -9,17 +9,20 @@ import math
 import os
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from whalez import doctor
 from whalez.doctor import Finding, Machine, Need
 from whalez.errors import ConfigError, FabricError
-from whalez.model.presets import PRESETS, tensor_shapes
+from whalez.model.presets import PRESETS, make_checkpoint, tensor_shapes
 
 GIB = 2**30
 NEED = Need(world=4, ranks_here=4, slab_bytes=100 * 2**20, weights_bytes=GIB, cache_bytes=GIB)
@@ -129,7 +132,7 @@ def assert_says(finding: Finding | None, words: str) -> None:
     assert re.search(words, f"{finding.text} -> {finding.advice}"), finding
 
 
-@pytest.mark.parametrize(("gib", "level"), [(4, "fail"), (6, "warn"), (10, "ok")])
+@pytest.mark.parametrize(("gib", "level"), [(4, "fail"), (9, "fail"), (10, "ok")])
 @pytest.mark.parametrize("where", ["machine", "outer group", "v1"])
 def test_memory_is_what_the_tightest_limit_leaves(machine: Machine, where: str, gib: int, level: str) -> None:
     if where == "machine":
@@ -145,7 +148,7 @@ def test_memory_is_what_the_tightest_limit_leaves(machine: Machine, where: str, 
         (machine.cgroup / "pod/box/memory.current").write_text("1\n")
     finding = doctor.probe_memory(machine, NEED)
     assert finding.level == level
-    assert_says(finding, f"^{gib * 1024} MiB available")
+    assert_says(finding, f"^4 ranks need 9592 MiB, {gib * 1024} MiB are available")
 
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -182,6 +185,30 @@ def test_launcher(machine: Machine) -> None:
     assert odd.level == "fail"
 
 
+def test_the_preflight_is_reported_where_there_is_a_device(machine: Machine) -> None:
+    def one(pointer: Any) -> int:
+        pointer._obj.value = 1
+        return 0
+
+    def found(code: int, words: str) -> doctor.Finding:
+        library = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetCount=one)
+        there = dataclasses.replace(machine, load_library=lambda name: library, preflight=lambda: (code, words))
+        finding = doctor.probe_preflight(there)
+        assert finding is not None
+        return finding
+
+    assert found(0, "H200, driver 13000; slabs: posix_fd; fabric unavailable: x").level == "ok"
+    refused = found(1, "preflight: cuInit -> 999")
+    assert (refused.level, refused.text) == ("warn", "preflight: cuInit -> 999")
+    assert doctor.probe_preflight(machine) is None  # no driver
+
+
+def test_the_preflight_runs_in_a_process_and_its_words_come_back() -> None:
+    pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
+    code, words = doctor._preflight()
+    assert words.startswith("preflight: ") if code else "slabs: " in words
+
+
 def test_cuda_and_imex(machine: Machine) -> None:
     assert doctor.probe_imex(machine) is None
     (machine.dev / "nvidiactl").touch()
@@ -192,7 +219,9 @@ def test_cuda_and_imex(machine: Machine) -> None:
 
     good = SimpleNamespace(cuInit=lambda flags: 0, cuDriverGetVersion=version, cuDeviceGetCount=lambda pointer: 0)
     assert_says(doctor.probe_cuda(dataclasses.replace(machine, load_library=lambda name: good)), "CUDA 12.8, 0 dev")
+    assert doctor.probe_preflight(dataclasses.replace(machine, load_library=lambda name: good)) is None
     bad = SimpleNamespace(cuInit=lambda flags: 803)
+    assert doctor.probe_preflight(dataclasses.replace(machine, load_library=lambda name: bad)) is None
     assert_says(doctor.probe_cuda(dataclasses.replace(machine, load_library=lambda name: bad)), "cuInit returned 803")
     channels = machine.dev / "nvidia-caps-imex-channels"
     channels.mkdir()
@@ -223,6 +252,19 @@ def test_a_fleet_that_cannot_come_up_is_refused(machine: Machine, model: Path) -
         doctor.refuse(examine(python=(3, 10, 0)))
 
 
+def test_a_context_beyond_memory_is_refused_with_both_numbers(machine: Machine, model: Path) -> None:
+    (machine.proc / "meminfo").write_text(f"MemAvailable: {4 * 2**20} kB\n")
+
+    def start(**settings: Any) -> None:
+        doctor.refuse(doctor.examine(2, model, settings, machine=machine, quick=True))
+
+    start(max_ctx=65536)
+    for setting, value in (("max_ctx", 10**9), ("cache_tokens", 10**9), ("slots", 10**5)):
+        words = rf"^memory: 2 ranks need \d+ MiB, 4096 MiB are available .*--{setting.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=words):
+            start(**{setting: value})
+
+
 def test_slabs_are_counted_on_the_machine_they_are_on(machine: Machine, model: Path) -> None:
     def shm(ranks_here: int | None) -> str:
         found = doctor.examine(8, model, {}, machine=machine, quick=True, ranks_here=ranks_here)
@@ -246,6 +288,34 @@ def test_what_is_needed_is_what_a_rank_allocates(model: Path) -> None:
     others = sum(size for name, size in shapes.items() if re.search(r"\.experts\.[3-7]\.", name))  # rank 0 has 3 of 8
     assert others > 0
     assert need.weights_bytes == 4 * (sum(shapes.values()) - others)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "kernel"])
+def test_scratch_is_what_a_rank_makes_at_its_start(tmp_path: Path, preset: str) -> None:
+    from helpers.solo import solo
+    from whalez.engine import sizing
+    from whalez.parallel.expert import BLOCK_ROWS
+
+    assert sizing._EXPERT_BLOCK_ROWS == BLOCK_ROWS
+    make_checkpoint(tmp_path, "kimi-linear", preset, 0, dtype="f32")
+    with solo(tmp_path, chunk_tokens=300, attention_window=128) as one:
+        owner = one.runner.experts._scratch
+        assert owner is not None
+        arrays = [array for array in vars(owner).values() if isinstance(array, np.ndarray)]
+        forward = one.runner.forward
+        made = forward.scratch._block.nbytes + forward._x.nbytes + sum(array.nbytes for array in arrays)
+        counted = sizing.scratch_bytes(one.config, one.fleet, one.layout.spec.rows_max)
+    assert abs(made - counted) <= 128  # alignment
+
+
+def test_counting_loads_no_kernels(model: Path) -> None:
+    """In a launcher numba would compile them into another cache, before it has started anything."""
+    code = (
+        "import sys; from pathlib import Path; from whalez import config, doctor\n"
+        f"model = Path({str(model)!r}); doctor.measure(model, config.fleet_config(model, 2, {{}}), 2)\n"
+        "print('numba' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,14 @@ whale lane, shows who did what and how long it took, and fails unless all three 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -27,14 +30,45 @@ TEXT = ROOT / "tools" / "demo_text.txt"
 WORLD = 4
 MAX_TOKENS = 16
 TOKENS_MIN = 16_000
+LINE_S = 2.0  # where stdout is no terminal, a progress line each
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something goes on: a spinner on a terminal, else a line now and then."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+        return
+    began = time.monotonic()
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(LINE_S):
+            say(f"  {what}: {time.monotonic() - began:.0f} s")
+
+    say(f"  {what}")
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def say(line: str) -> None:
+    """A line now, also into a pipe."""
+    console.print(line)
+    sys.stdout.flush()
 
 
 def ensure_checkpoint() -> None:
     if (MODEL / "config.json").exists():
         return
-    with console.status("writing the demo checkpoint (once)"):
+    with working("writing the demo checkpoint (once)"):
         make_checkpoint(MODEL, "kimi-linear", "demo", 0)
     console.print(f"wrote {MODEL.relative_to(ROOT)}: Kimi Linear, preset demo, seed 0")
 
@@ -51,7 +85,7 @@ def read_trace(run_dir: Path, seq: int | None) -> dict[int, dict[str, object]]:
 
 
 def ask(fleet: Fleet, text: str, poster: int, lane: str) -> Generated:
-    with console.status(f"rank {poster}, {lane} lane: prefilling {len(text.encode())} tokens"):
+    with working(f"rank {poster}, {lane} lane: prefilling {len(text.encode())} tokens"):
         return fleet.generate(text, max_tokens=MAX_TOKENS, poster=poster, lane=lane, stop_tokens=())
 
 
@@ -77,7 +111,7 @@ def main() -> int:
     started = time.monotonic()
     text = TEXT.read_text()
     ensure_checkpoint()
-    with Fleet(MODEL, WORLD, trace=True, progress=lambda line: console.print(f"  {line}")) as fleet:
+    with Fleet(MODEL, WORLD, trace=True, progress=lambda line: say(f"  {line}")) as fleet:
         console.print(f"{WORLD} ranks serve; the prompt has {len(text.encode())} tokens (at least {TOKENS_MIN})")
         first = ask(fleet, text, 1, "whale")
         show_superstep(fleet, first)

@@ -10,6 +10,7 @@ import importlib
 import json
 import signal
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whalez.config import fleet_options, rank_options
-from whalez.errors import RequestError, WhalezError
+from whalez.errors import OutputError, RequestError, WhalezError
 from whalez.version import __version__
 
 if TYPE_CHECKING:
@@ -79,6 +80,16 @@ def _say(line: str) -> None:
     click.echo(f"whalez: {line}", err=True)
 
 
+def _print(line: str) -> None:
+    """A line of results. Raises OutputError, BrokenPipeError."""
+    try:
+        click.echo(line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError("standard output", error) from None
+
+
 _model = click.option(
     "--model", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path), help="Checkpoint folder."
 )
@@ -117,9 +128,11 @@ def make_checkpoint_command(directory: Path, arch: str, preset: str, seed: int, 
 @_world
 @click.option("--lane", default="auto", show_default=True, type=click.Choice(["auto", "whale", "local"]))
 @click.option("--poster", default=0, show_default=True, type=click.IntRange(min=0), help="Rank that gets the prompts.")
-@click.option("--max-tokens", default=16, show_default=True, type=click.IntRange(min=1))
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
-@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
+@click.option("--max-tokens", default=16, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--top-p", default=1.0, show_default=True, help="Sample from the likeliest tokens of so much probability."
+)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1))
 @click.option("--json", "json_out", type=_out, help="Per request: tokens, lane, plan, TTFT and its parts.")
 @click.option("--logits", "logits_out", type=_out, help="f32 logits of the last prompt position and every generated.")
@@ -148,13 +161,19 @@ def generate(
     The file holds one list of token ids, or a list of such lists; all are posted at once.
     """
     from whalez.fleet import Fleet
+    from whalez.serve.completions import check_max_tokens, check_sampling
 
+    try:
+        check_max_tokens(max_tokens)
+        check_sampling(temperature, top_p)
+        for out in (json_out, logits_out, hidden_out):
+            if out is not None:
+                require_writable(out)
+    except (RequestError, OutputError) as error:
+        raise click.UsageError(str(error)) from None
     prompts = read_prompts(tokens_file)
     if poster >= world:
         raise click.BadParameter(f"expected 0 to {world - 1}", param_hint="--poster")
-    for out in (json_out, logits_out, hidden_out):
-        if out is not None and not out.resolve().parent.is_dir():
-            raise click.BadParameter(f"{out.parent} is not a folder", param_hint=str(out))
     capture = logits_out is not None or hidden_out is not None
     with Fleet(model, world, run_dir=run_dir, capture=capture, progress=_say, **settings) as fleet:
         pending = [
@@ -174,10 +193,10 @@ def generate(
             from whalez.engine.captures import merge_captures
 
             merge_captures(fleet.run_dir, results, logits_out, hidden_out)
-    if json_out is not None:
-        write_json(json_out, {"model": str(model), "world": world, "requests": [_row(each) for each in results]})
     for each in results:
         _print_result(each)
+    if json_out is not None:
+        write_json(json_out, {"model": str(model), "world": world, "requests": [_row(each) for each in results]})
 
 
 def read_prompts(path: Path) -> list[list[int]]:
@@ -199,8 +218,24 @@ def read_prompts(path: Path) -> list[list[int]]:
     return prompts
 
 
+def require_writable(path: Path) -> None:
+    """As far as can be seen before there is something to write. Raises OutputError."""
+    try:
+        if path.exists():
+            path.open("ab").close()  # leaves what is in it
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise OutputError(path, error) from None
+
+
 def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    """Raises OutputError."""
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise OutputError(path, error) from None
 
 
 def _row(result: Generated) -> dict[str, Any]:
@@ -221,7 +256,7 @@ def _print_result(result: Generated) -> None:
     report = result.report
     gang = f", gang {list(report.gang)} entered at launch {report.entry_launch}" if report.gang else ""
     _say(f"{result.prompt_tokens} tokens, {report.lane} lane ({report.why}){gang}, TTFT {report.ttft_s * 1e3:.0f} ms")
-    click.echo(json.dumps(list(result.tokens)))
+    _print(json.dumps(list(result.tokens)))
 
 
 @whalez.command("fleet")
@@ -279,7 +314,7 @@ def plan(model: Path, tokens: int, world: int, poster: int, **settings: Any) -> 
     if poster >= world:
         raise click.BadParameter(f"expected 0 to {world - 1}", param_hint="--poster")
     for line in plan_lines(model, tokens, world, poster, settings):
-        click.echo(line)
+        _print(line)
 
 
 @whalez.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)

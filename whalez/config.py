@@ -117,7 +117,12 @@ class RankConfig:
         _require(self.rank >= 0, "rank", "0 or more", self.rank)
         _require(self.threads >= 1, "threads", "at least 1", self.threads)
         _require(self.grace_s >= 0, "grace", "0 or more seconds", self.grace_s)
-        _require(self.device == "cpu", "device", "cpu (the only backend of this version)", self.device)
+        if self.device.partition(":")[0] == "cuda":
+            raise ConfigError(
+                f"device: expected cpu, got {self.device}: slabs, doorbells and kernels for CUDA are here and "
+                "`python -m whalez.fabric.cuda.preflight` tries them, but no model runs on them in this version"
+            )
+        _require(self.device == "cpu", "device", "cpu", self.device)
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------

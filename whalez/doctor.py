@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from whalez.warm import is_ready, kernel_folder, make_folder, stamp_text
 MIB = 2**20
 PYTHON_LEAST = (3, 11)
 PROCESS_BYTES = 250 * MIB  #: an idle rank and its front: interpreters, libraries and loaded kernels
+PREFLIGHT_S = 60  #: the first time it compiles a kernel
 FILES_OF_A_RANK = 64  #: libraries, logs, sockets and epolls, before any peer
 FILES_OF_A_PEER = 8  #: hub connection, pidfd, slab and a few clients
 #: OpenBLAS kernels by the vector registers they use; an unknown name is taken for a current one.
@@ -71,6 +73,17 @@ def _pidfd_open() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
+def _preflight() -> tuple[int, str]:
+    """Exit code and words of the preflight of device 0. In a process of its own, with its context."""
+    command = [sys.executable, "-m", "whalez.fabric.cuda.preflight"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PREFLIGHT_S)
+    except subprocess.TimeoutExpired:
+        return 1, f"no answer within {PREFLIGHT_S} s"
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return done.returncode, said[-1] if said else f"exit code {done.returncode}"
+
+
 def _gemm_libraries() -> list[dict[str, Any]]:
     """What threadpoolctl knows of the BLAS of numpy (projections) and of scipy (GEMMs inside kernels)."""
     import numpy  # noqa: F401  # loads its BLAS
@@ -98,6 +111,7 @@ class Machine:
     pidfd_open: Callable[[], None] = _pidfd_open
     gemm_libraries: Callable[[], list[dict[str, Any]]] = _gemm_libraries
     load_library: Callable[[str], Any] = ctypes.CDLL
+    preflight: Callable[[], tuple[int, str]] = _preflight
 
     @property
     def shm(self) -> Path:
@@ -119,6 +133,7 @@ class Need:
     slab_bytes: int  #: of one rank
     weights_bytes: int = 0  #: of one rank, the one with most experts
     cache_bytes: int = 0  #: of one rank with every slot and page written
+    scratch_bytes: int = 0  #: of one rank in its largest launch
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------
@@ -195,16 +210,20 @@ def probe_memory(machine: Machine, need: Need) -> Finding:
     available = memory_available(machine)
     if available is None:
         return Finding("warn", "memory", "the kernel does not say how much is available")
-    least = need.ranks_here * (need.weights_bytes + need.slab_bytes + PROCESS_BYTES)
-    most = least + need.ranks_here * need.cache_bytes
-    text = (
-        f"{_mib(available[0])} available {available[1]}; {need.ranks_here} ranks need {_mib(least)} "
-        f"(weights {_mib(need.weights_bytes)}, slab {_mib(need.slab_bytes)} each), {_mib(most)} with full caches"
+    parts = (  # what each takes, and what makes it smaller
+        (need.cache_bytes, "full cache", "a smaller --max-ctx, --cache-tokens or --slots"),
+        (need.weights_bytes, "weights", "fewer ranks or a smaller model"),
+        (need.slab_bytes, "slab", "fewer ranks or a smaller --chunk-tokens"),
+        (need.scratch_bytes, "scratch", "a smaller --chunk-tokens or --attention-window"),
     )
-    if available[0] < least:
-        return Finding("fail", "memory", text, "use fewer ranks, a smaller --chunk-tokens or a smaller model")
-    if available[0] < most:
-        return Finding("warn", "memory", text, "long contexts will not all fit: use a smaller --max-ctx or --slots")
+    needed = need.ranks_here * (sum(part[0] for part in parts) + PROCESS_BYTES)
+    each = ", ".join(f"{name} {_mib(nbytes)}" for nbytes, name, _ in parts)
+    text = (
+        f"{need.ranks_here} ranks need {_mib(needed)}, {_mib(available[0])} are available {available[1]} "
+        f"(each: {each}, process {_mib(PROCESS_BYTES)})"
+    )
+    if available[0] < needed:
+        return Finding("fail", "memory", text, f"use {max(parts)[2]}")
     return Finding("ok", "memory", text)
 
 
@@ -268,7 +287,7 @@ def probe_shm(machine: Machine, need: Need) -> Finding:
     advised = f"{-(-total // MIB) + 16}m"
     advice = (
         f"in a container start it with --shm-size={advised}, elsewhere `mount -o remount,size={advised} "
-        f"{machine.shm}`, or use fewer ranks or a smaller --chunk-tokens"
+        f"{machine.shm}`, or use fewer ranks or a smaller --chunk-tokens or --slots"
     )
     try:
         space = machine.statvfs(machine.shm)
@@ -358,6 +377,21 @@ def probe_cuda(machine: Machine) -> Finding:
     return Finding("ok", "cuda", f"driver for CUDA {major}.{minor}, {count.value} devices")
 
 
+def probe_preflight(machine: Machine) -> Finding | None:
+    """What two processes on device 0 can share, found out by doing; None without a driver and a device."""
+    count = ctypes.c_int(0)
+    try:
+        library = machine.load_library("libcuda.so.1")
+    except OSError:
+        return None
+    if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    code, words = machine.preflight()
+    if code:
+        return Finding("warn", "preflight", words, "the host backend runs without; a fleet on these devices would not")
+    return Finding("ok", "preflight", words)
+
+
 def probe_imex(machine: Machine) -> Finding | None:
     folder = machine.dev / "nvidia-caps-imex-channels"
     try:
@@ -372,24 +406,20 @@ def probe_imex(machine: Machine) -> Finding | None:
 
 
 # ---- all together ---------------------------------------------------------------------------------------------
-def measure(model_dir: Path, fleet: FleetConfig, ranks_here: int, *, quick: bool = False) -> Need:
+def measure(model_dir: Path, fleet: FleetConfig, ranks_here: int) -> Need:
     """What this model and configuration need. Raises: CheckpointError, ConfigError."""
     # Not at the top: numpy takes longer to import than all else here together.
-    from whalez.engine.sizing import plan_policy, slab_spec
+    import numpy as np
+
+    from whalez.engine.sizing import plan_policy, scratch_bytes, slab_spec
     from whalez.fabric.layout import SlabLayout
     from whalez.model.config import KimiLinearConfig
+    from whalez.model.weights import expert_bounds, weight_plan
 
     config = KimiLinearConfig.from_dir(model_dir)
     if config.moe_layers and fleet.world > config.num_experts:
         raise ConfigError(f"world: expected at most {config.num_experts} (the model's experts), got {fleet.world}")
-    slab_bytes = SlabLayout.from_spec(slab_spec(config, fleet, plan_policy(config, fleet))).nbytes
-    if quick:
-        return Need(world=fleet.world, ranks_here=ranks_here, slab_bytes=slab_bytes)
-
-    import numpy as np
-
-    from whalez.model.weights import expert_bounds, weight_plan
-
+    spec = slab_spec(config, fleet, plan_policy(config, fleet))
     made: list[int] = []
 
     def note(shape: tuple[int, ...]) -> Any:
@@ -405,9 +435,10 @@ def measure(model_dir: Path, fleet: FleetConfig, ranks_here: int, *, quick: bool
     return Need(
         world=fleet.world,
         ranks_here=ranks_here,
-        slab_bytes=slab_bytes,
+        slab_bytes=SlabLayout.from_spec(spec).nbytes,
         weights_bytes=sum(made),
         cache_bytes=cache_bytes,
+        scratch_bytes=scratch_bytes(config, fleet, spec.rows_max),
     )
 
 
@@ -436,15 +467,13 @@ def examine(
     found += [probe_files(machine, here, world), probe_futex(machine), probe_pidfd(machine), probe_kernels(machine)]
     if model_dir is not None:
         try:
-            need = measure(model_dir, fleet_config(model_dir, world, settings), here, quick=quick)
+            need = measure(model_dir, fleet_config(model_dir, world, settings), here)
         except WhalezError as error:
             found.append(Finding("fail", "model", str(error)))
         else:
-            found += [probe_shm(machine, need), probe_file_size(machine, need)]
-            if not quick:
-                found.append(probe_memory(machine, need))
+            found += [probe_shm(machine, need), probe_file_size(machine, need), probe_memory(machine, need)]
     if not quick:
-        found += [probe_launcher(machine), probe_cuda(machine), probe_imex(machine)]
+        found += [probe_launcher(machine), probe_cuda(machine), probe_preflight(machine), probe_imex(machine)]
     return [finding for finding in found if finding is not None]
 
 

@@ -29,6 +29,14 @@ class Unavailable(WhalezError):
     """The fleet cannot take this request now (HTTP 503): draining, failed or full."""
 
 
+class OutputError(WhalezError):
+    """A file or stream of results cannot be written; names it and the reason."""
+
+    def __init__(self, where: object, error: OSError) -> None:
+        super().__init__(f"{where}: cannot be written: {error.strerror or error}")
+        self.errno = error.errno
+
+
 class WireError(WhalezError):
     """Bytes that are not a frame of this protocol and version."""
 

@@ -31,18 +31,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whalez.config import SETTING_NAMES, fleet_config, setting_flags
-from whalez.errors import CheckpointError, ConfigError, PeerDied, RequestError, Unavailable, WhalezError
+from whalez.errors import CheckpointError, ConfigError, OutputError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
-from whalez.serve.completions import check_tokens, pack_tokens
+from whalez.serve.completions import check_sampling, check_tokens, pack_tokens
 from whalez.serve.endpoints import Endpoints, write_endpoints
 from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
-from whalez.serve.process import bind, front_command, held_line, parse_listen
+from whalez.serve.process import FRONT_GRACE_S, bind, front_command, held_line, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.warm import kernel_environment, warm
 
-LEAVE_S = 1.5  #: what a process has after the signal, or after a peer's death, before it is killed
+LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, before it is killed
+FRONT_LEAVE_S = 0.4  #: what fronts have after the last rank, to tell their clients
+FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
 START_S = 300.0  #: the world has this long to come up
 LOG_TAIL_LINES = 3
+TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
+OWN_LOCK = "temporary.lock"  #: held while the fleet of such a folder lives; never in a folder that is to be kept
 _DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
 _DRAINED = "exited with 0"  #: a rank does so only after a Stop that all have begun
 _OUR_KILL = "did not leave and was killed"
@@ -152,6 +156,15 @@ class _Process:
         self._popen.wait()
         self.is_reaped = True
         os.close(self.pidfd)
+
+    def is_alone(self) -> bool:
+        """No other process is left of its group: a rank's own front has gone."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(group) == self.pid != int(folder.name) and state != "Z":
+                    return False
+        return True
 
     def group_is_gone(self) -> bool:
         try:
@@ -263,6 +276,7 @@ class Fleet:
         self._progress = progress or (lambda line: None)
         self._command = command or rank_command
         self._lock_fd: int | None = None
+        self._gate = threading.Lock()  # guards the next: what is handed to a loop is handed to one that still runs it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         # Everything below belongs to the loop's thread.
@@ -309,7 +323,7 @@ class Fleet:
         try:
             self._loop = asyncio.new_event_loop()
             # The kernel ties the children to the thread that started them, so that thread lives as long as the fleet.
-            self._thread = threading.Thread(target=self._loop.run_forever, name="whalez-fleet", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="whalez-fleet", daemon=True)
             self._thread.start()
             atexit.register(self.stop)
             self._call(self._start_all())
@@ -323,11 +337,13 @@ class Fleet:
 
         here = Machine(env=os.environ)
         refuse(examine(self.world, self.model, self.settings, self.threads, machine=here, quick=True))
+        sweep_leftovers()
         warm(os.environ, lambda name, i, n: self._progress(f"compiling {name} ({i}/{n})"))
 
     def stop(self) -> None:
         """One SIGTERM each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
         atexit.unregister(self.stop)
+        self._is_stopping = True  # here too: a second Ctrl-C may keep `_stop_all` from running
         loop, thread = self._loop, self._thread
         try:
             if loop is not None and thread is not None and thread.is_alive():
@@ -336,12 +352,16 @@ class Fleet:
             self._over.set()
             for process in self._processes:  # only a second Ctrl-C leaves any
                 process.reap()
+            with self._gate:
+                self._loop = None
             if loop is not None and thread is not None and thread.is_alive():
                 loop.call_soon_threadsafe(loop.stop)
                 thread.join(timeout=1.0)
                 if not thread.is_alive():
                     loop.close()
-            self._loop = self._thread = None
+            self._thread = None
+            for pending in list(self._open):
+                pending._settle(self.failure or Unavailable("the fleet is stopping"))
             self._sweep()
 
     def wait(self) -> None:
@@ -376,14 +396,11 @@ class Fleet:
             raise ConfigError(f"lane: expected auto, whale or local, got {lane!r}")
         # Else the rank could not read the request, would not know whom to answer, and `result` would wait for ever.
         max_tokens, seed = operator.index(max_tokens), operator.index(seed)
-        if not 0 <= temperature <= 2:
-            raise RequestError(f"temperature: expected 0 to 2, got {temperature}", param="temperature")
-        if not 0 < top_p <= 1:
-            raise RequestError(f"top_p: expected above 0 and at most 1, got {top_p}", param="top_p")
+        check_sampling(temperature, top_p)
         if self.failure is not None:
             raise self.failure
         status = self._statuses[poster]
-        if self._loop is None or status is None:
+        if self._loop is None or status is None:  # looked at again below; this one spares the work
             raise Unavailable("the fleet is not running")
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(operator.index, prompt))
         check_tokens(tokens, max_tokens, status)
@@ -398,7 +415,10 @@ class Fleet:
             stop_tokens=status.eos_tokens if stop_tokens is None else tuple(map(operator.index, stop_tokens)),
             lane=lane,
         )
-        self._loop.call_soon_threadsafe(self._begin, submit, pending)
+        with self._gate:
+            if self._loop is None:
+                raise self.failure or Unavailable("the fleet is not running")
+            self._loop.call_soon_threadsafe(self._begin, submit, pending)
         return pending
 
     def generate(self, prompt: str | Iterable[int], *, timeout_s: float | None = None, **options: Any) -> Generated:
@@ -411,9 +431,7 @@ class Fleet:
             raise
 
     def status(self, timeout_s: float = 1.0) -> list[Status | None]:
-        """Every rank's own word, None for one that does not answer."""
-        if self._loop is None:
-            raise self.failure or Unavailable("the fleet is not running")
+        """Every rank's own word, None for one that does not answer. Raises: Unavailable, the fleet's failure."""
         return self._call(self._ask_all(timeout_s))
 
     def pids(self) -> dict[str, int]:
@@ -422,13 +440,21 @@ class Fleet:
 
     # ---- the loop's thread: processes -------------------------------------------------------------------------
     def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Raises: what the work raises; Unavailable, or the fleet's failure, when the loop ends before it."""
+        over = self.failure or Unavailable("the fleet is not running")
+        with self._gate:
+            if self._loop is None:
+                work.close()
+                raise over
+            future, thread = asyncio.run_coroutine_threadsafe(work, self._loop), self._thread
         try:
             # In slices, as in `wait`: a signal that lands just before the lock is taken would else wait for the work.
             while not concurrent.futures.wait([future], timeout=0.2).done:
-                pass
+                if thread is None or not thread.is_alive():
+                    raise over
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise self.failure or Unavailable("the fleet is stopping") from None
         except BaseException:
             future.cancel()  # Ctrl-C here must not leave the work running there
             raise
@@ -486,7 +512,12 @@ class Fleet:
         read_fd, write_fd = os.pipe()
         try:
             command = front_command(
-                self.links, listen, self.model.resolve().name, model_dir=str(self.model), ready_fd=write_fd
+                self.links,
+                listen,
+                self.model.resolve().name,
+                model_dir=str(self.model),
+                ready_fd=write_fd,
+                grace_s=LEAVE_S + FRONT_GRACE_S,
             )
             self._spawn("front", None, command, self.run_dir / "front.log", pass_fds=[write_fd])
         finally:
@@ -524,14 +555,10 @@ class Fleet:
     async def _fail(self, first: _Process) -> None:
         """A process is gone: the others leave by themselves and say why, or are killed. All with 0 were drained."""
         has_drained = first.rank is not None and first.how == _DRAINED
-        if has_drained:
-            for process in self._processes:
-                if process.rank is None:
-                    process.signal(signal.SIGTERM)
-        elif self.hold_on_failure and self._has_served:
+        if self.hold_on_failure and self._has_served and not has_drained:
             self._progress(f"{first.name} {first.obituary()}; the others are held until this fleet is stopped")
             await self._released.wait()
-        await self._leave(LEAVE_S)
+        await self._leave(FRONT_FAIL_S)
         if has_drained and all(p.how == _DRAINED for p in self._processes if p.rank is not None):
             self._progress("the fleet was drained and has left")
             await self._end_requests(Unavailable("the fleet was drained"))
@@ -563,19 +590,17 @@ class Fleet:
             return PeerDied(int(named[1]), named[2])
         return PeerDied(first.rank, first.obituary())
 
-    async def _leave(self, seconds: float) -> None:
-        """Wait for all to exit, kill the rest, reap everything."""
-        waits = [asyncio.create_task(p.exited.wait()) for p in self._processes]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=seconds)
-            for task in late:
-                task.cancel()
-        loop = asyncio.get_running_loop()
-        for process in self._processes:
-            if not process.exited.is_set():
-                loop.remove_reader(process.pidfd)
-                process.how = _OUR_KILL
-                process.signal(signal.SIGKILL)
+    async def _leave(self, fronts_s: float) -> None:
+        """Wait for all to exit, kill the rest, reap everything. Fronts go last: they pass on how ranks ended."""
+        ranks = [p for p in self._processes if p.rank is not None]
+        fronts = [p for p in self._processes if p.rank is None]
+        await self._until_exited(ranks, LEAVE_S)
+        deadline = time.monotonic() + fronts_s
+        for front in fronts:
+            front.signal(signal.SIGTERM)
+        await self._until_exited(fronts, fronts_s)
+        while time.monotonic() < deadline and not all(rank.is_alone() for rank in ranks):
+            await asyncio.sleep(0.02)
         for process in self._processes:
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
@@ -583,6 +608,19 @@ class Fleet:
             if all(p.group_is_gone() for p in self._processes):
                 break
             await asyncio.sleep(0.01)
+
+    async def _until_exited(self, processes: Sequence[_Process], seconds: float) -> None:
+        """Kills what has not exited by then."""
+        waits = [asyncio.create_task(p.exited.wait()) for p in processes]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=seconds)
+            for task in late:
+                task.cancel()
+        for process in processes:
+            if not process.exited.is_set():
+                asyncio.get_running_loop().remove_reader(process.pidfd)
+                process.how = _OUR_KILL
+                process.signal(signal.SIGKILL)
 
     async def _stop_all(self) -> None:
         self._is_stopping = True
@@ -598,7 +636,7 @@ class Fleet:
             for process in self._processes:
                 process.signal(signal.SIGTERM)
             await self._end_requests(Unavailable("the fleet is stopping"))
-            await self._leave(LEAVE_S)
+            await self._leave(FRONT_LEAVE_S)
         await asyncio.gather(*(link.close() for link in self._links))
         # An interrupted start may still be unwinding; the loop must not end under it.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -620,8 +658,9 @@ class Fleet:
             if pending in self._open:
                 await self._links[pending.poster].cancel(pending.request_id)
 
-        if self._loop is not None and not pending._result.done():
-            asyncio.run_coroutine_threadsafe(cancel(), self._loop)
+        with self._gate:
+            if self._loop is not None and not pending._result.done():
+                asyncio.run_coroutine_threadsafe(cancel(), self._loop)
 
     async def _serve(self, submit: Submit, pending: Pending) -> None:
         where = f"rank {pending.poster}"
@@ -665,18 +704,22 @@ class Fleet:
 
     # ---- the run folder ---------------------------------------------------------------------------------------
     def _take_run_dir(self) -> None:
-        """Make and lock the folder. Raises ConfigError when it is too deep for a socket or in use."""
-        if self._is_own_run_dir:
-            self.run_dir = Path(tempfile.mkdtemp(prefix="whalez-"))
-        else:
-            self.run_dir = self.run_dir.resolve()
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+        """Make and lock the folder. Raises ConfigError when it is too deep for a socket or in use, OutputError."""
+        try:
+            if self._is_own_run_dir:
+                self.run_dir = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+            else:
+                self.run_dir = self.run_dir.resolve()
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(error.filename or "run_dir", error) from None
         admin = tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
         longest = admin[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
-        self._lock_fd = os.open(self.run_dir / "fleet.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = self.run_dir / (OWN_LOCK if self._is_own_run_dir else "fleet.lock")
+        self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -704,10 +747,35 @@ class Fleet:
         if self._is_own_run_dir and self.run_dir != Path():
             # A fleet that never served has said all there is to say in its error.
             if self.failure is not None and self._has_served and any(self.run_dir.glob("post-mortem-*.json")):
+                (self.run_dir / OWN_LOCK).unlink(missing_ok=True)  # no longer temporary
                 self._progress(f"logs and post-mortems are in {self.run_dir}")
             else:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
             self._is_own_run_dir = False
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Until it is stopped; what was handed to it too late to finish is cancelled, so that nobody waits for it."""
+    loop.run_forever()
+    if rest := asyncio.all_tasks(loop):
+        for task in rest:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(rest, timeout=0.2))
+
+
+def sweep_leftovers() -> list[str]:
+    """Remove what fleets of this user left whose launcher was killed: slabs without a maker, temporary run folders.
+
+    Returns their names. Nothing of a fleet that lives, or that was asked to keep its folder, is touched.
+    """
+    from whalez.fabric.host import sweep, unused_file  # numpy: not for those who only import Fleet
+
+    swept = sweep()
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError), unused_file(str(folder / OWN_LOCK)):
+            shutil.rmtree(folder, ignore_errors=True)
+            swept.append(str(folder))
+    return swept
 
 
 def _setting_names() -> list[str]:

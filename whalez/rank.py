@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from whalez.warm import prepare
 
 if __name__ == "__main__":  # before anything imports numba, which reads the name of its cache once
+    gc.disable()  # imports make objects that stay: looking through them again and again is an eighth of their time
     prepare(os.environ)
 
+import contextlib
 import secrets
 import signal
 import subprocess
@@ -62,7 +65,7 @@ from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Hello, SlabEntry
 from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import admin_address, link_address
-from whalez.serve.process import front_command, held_line
+from whalez.serve.process import bind, front_command, held_line
 
 
 def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
@@ -93,6 +96,12 @@ class RankProcess:
         except WhalezError as error:
             self._fail(str(error), error)
             print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
+            self._hold()
+            return 1
+        except MemoryError as error:
+            what = f"out of memory: {error}; use a smaller --max-ctx, --slots or --chunk-tokens"
+            self._fail(what, error)
+            print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
             self._hold()
             return 1
         except Exception as error:  # our own mistake; the process ends here, and its clients hear why all the same
@@ -302,11 +311,8 @@ class RankProcess:
 
         def stop() -> None:
             front.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a slow one ends by its own grace
                 front.wait(1.0)
-            except subprocess.TimeoutExpired:
-                front.kill()
-                front.wait()
 
         self._closers.insert(0, stop)  # closed last: it passes on what the link flushes
 
@@ -345,7 +351,8 @@ class RankProcess:
                 "running": loop.scheduler.running_count,
                 "waiting": loop.scheduler.waiting_count,
             }
-            loop.fail_all(f"the fleet stopped: {reason}")
+            kind = "unavailable" if isinstance(error, WhalezError) else "internal"  # the latter is our own mistake
+            loop.fail_all(kind, f"the fleet stopped: {reason}")
         write_post_mortem(self.rank.run_dir, self.rank.rank, record)
 
 
@@ -368,6 +375,8 @@ class RankProcess:
 @fleet_options
 def main(**flags: Any) -> None:
     """Run one rank of a fleet."""
+    gc.freeze()  # and no collection in the loop looks at what the imports made
+    gc.enable()
     try:
         place = placement_from_environment(os.environ)
         number = place.rank if flags["rank"] is None else flags["rank"]
@@ -384,6 +393,8 @@ def main(**flags: Any) -> None:
         if flags["node_ranks"] is None and place.node_ranks:
             flags["node_ranks"] = place.node_ranks
         fleet = fleet_config(flags["model_dir"], world, flags)
+        if flags["listen"] is not None:
+            bind(flags["listen"]).close()  # its front would say so only when the world is up
         threads = flags["threads"] or max(1, len(os.sched_getaffinity(0)) // min(world, fleet.node_ranks))
         rank = RankConfig(
             rank=number,

@@ -17,9 +17,19 @@ from numba import cuda
 from numba.cuda import dispatcher
 
 import whalez
+from helpers import devices
 from whalez.errors import CapabilityMissing, FabricError
 from whalez.ops.device import compile as compiler
-from whalez.ops.device.compile import ARCHITECTURES, PTX_LAST_RESORT, Usage, compile_cubin, compile_ptx, image_for
+from whalez.ops.device.compile import (
+    ARCHITECTURES,
+    PTX_LAST_RESORT,
+    PTX_VERSION,
+    Usage,
+    compile_cubin,
+    compile_last_resort,
+    compile_ptx,
+    image_for,
+)
 from whalez.ops.device.kernel import KERNELS, Kernel, kernel
 from whalez.ops.device.ptx import mma_m16n8k16_bf16
 from whalez.ops.device.types import f32, f32p, i64, u32
@@ -108,6 +118,36 @@ def test_old_devices_are_refused_by_name(capability: tuple[int, int]) -> None:
 )
 def test_an_image_for_one_chip_goes_to_that_chip_only(capability: tuple[int, int], image: str) -> None:
     assert image_for(capability, (*ARCHITECTURES, "sm_90a")) == image
+
+
+def assembled_for_all(name: str) -> None:
+    text = compile_last_resort(KERNELS[name])
+    assert f"\n.version {PTX_VERSION}\n" in text
+    for arch in ("sm_80", "sm_120"):
+        assert compiler.assemble(text, arch, name).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("name", ["doorbell_wait_kernel", "l2_norm_kernel", "mla_decode_split_kernel"])
+def test_the_last_resort_asks_no_more_than_its_version(name: str) -> None:
+    devices.all_kernels()
+    assembled_for_all(name)
+
+
+@pytest.mark.slow  # every kernel through the front end once more
+def test_the_last_resort_of_every_kernel() -> None:
+    for each in devices.all_kernels():
+        if each.function.__module__.startswith("whalez."):
+            assembled_for_all(each.name)
+
+
+def test_the_assembler_refuses_an_instruction_newer_than_the_version() -> None:
+    """What makes the tests above say something."""
+    text = compile_last_resort(l2_norm_kernel).replace("\tret;", "\tfence.proxy.alias;\n\tret;", 1)
+    assert compiler.assemble(text.replace(".version 7.0", ".version 9.0"), "sm_80", "newer")
+    with pytest.raises(FabricError, match=r"newer for sm_80"):
+        compiler.assemble(text, "sm_80", "newer")
+    with pytest.raises(FabricError, match=r"older for sm_80"):
+        compiler.assemble(text.replace(".version 7.0", ".version 6.5"), "sm_80", "older")
 
 
 def test_a_missing_image_falls_back_to_ptx() -> None:

@@ -101,7 +101,7 @@ def test_statement(name: str) -> None:
     assert inline(text_of(name)) == [STATEMENTS[name][2]]
 
 
-@pytest.mark.parametrize("name", STATEMENTS.keys() - PURE)
+@pytest.mark.parametrize("name", sorted(STATEMENTS.keys() - PURE))
 def test_is_neither_dropped_nor_merged_nor_passed_by(name: str) -> None:
     """Twice the same statement, its results unused, with plain accesses of one word around each of them."""
     arguments = STATEMENTS[name][1]

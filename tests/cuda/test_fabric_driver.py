@@ -127,7 +127,7 @@ def test_a_code_that_the_bindings_do_not_know() -> None:
 
 def test_only_listed_calls_go_through() -> None:
     with pytest.raises(AttributeError):
-        Driver(FakeDriver()).cuMemAllocManaged  # noqa: B018
+        Driver(FakeDriver()).cuMemAllocPitch  # noqa: B018
 
 
 def test_the_context_is_given_back_once() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
+from helpers import devices
 from helpers.cuda_world import make_layout
-from helpers.mutate import mutate
+from helpers.mutate import assert_caught, mutate, seeds
 from whalez.errors import ConfigError
 from whalez.fabric.cuda.doorbell import DeviceBells, Peers, bell_tables
 from whalez.fabric.cuda.kernels import (
@@ -34,6 +35,8 @@ from whalez.fabric.layout import BELL_DATA, BELL_FREE, BELL_LAUNCH, LINE_BYTES, 
 from whalez.ops.device.compile import compile_ptx
 from whalez.testing import simt
 
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu
+
 LINE_WORDS = LINE_BYTES // 8
 KERNELS = [doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel]
 
@@ -46,6 +49,7 @@ def accesses(kernel: Any) -> list[str]:
     return [each for each in found if not each.startswith("ld.param")]
 
 
+@pytest.mark.no_gpu
 def test_a_ring_is_a_release_store_to_the_system_and_nothing_else_is_stored() -> None:
     found = accesses(doorbell_ring_kernel)
     stores = [each for each in found if each.startswith("st")]
@@ -53,10 +57,12 @@ def test_a_ring_is_a_release_store_to_the_system_and_nothing_else_is_stored() ->
     assert set(found) - set(stores) == {"ld.global.u64"}  # the table of addresses, which nobody writes meanwhile
 
 
+@pytest.mark.no_gpu
 def test_a_write_is_one_release_store() -> None:
     assert accesses(doorbell_write_kernel) == ["st.release.sys.global.u64"]
 
 
+@pytest.mark.no_gpu
 def test_a_wait_acquires_from_the_system_and_reports_state_last() -> None:
     found = accesses(doorbell_wait_kernel)
     assert {each for each in found if each.startswith("ld")} == {"ld.acquire.sys.global.u64", "ld.global.u64"}
@@ -74,9 +80,11 @@ def test_a_wait_acquires_from_the_system_and_reports_state_last() -> None:
 # ---- ring ----------------------------------------------------------------------------------------------------------
 def ring(world: int, ranks: list[int], value: int, order: str, kernel: Any = doorbell_ring_kernel) -> np.ndarray:
     """u64 [world, LINE_WORDS]: every peer's line after a ring."""
-    lines = simt.zeros((world, LINE_WORDS), np.uint64)
-    table = simt.array(lines.ctypes.data + LINE_BYTES * np.arange(world, dtype=np.uint64))
-    simt.jit(kernel)[1, 1](table, world, *Peers.of(ranks).masks, value, order=order)
+    lines = devices.zeros((world, LINE_WORDS), np.uint64)
+    table = devices.array(lines.ctypes.data + LINE_BYTES * np.arange(world, dtype=np.uint64))
+    stream = devices.Stream()
+    stream.launch(kernel, 1, 1, 0, table, world, *Peers.of(ranks).masks, value)
+    devices.run_queues([stream], order=order)
     return np.array(lines)
 
 
@@ -96,6 +104,8 @@ def test_a_ring_raises_the_lines_of_its_peers_and_no_other(world: int, ranks: li
     assert np.array_equal(ring(world, ranks, value, order), expected_lines(world, ranks, value))
 
 
+@pytest.mark.no_gpu
+@seeds(doorbell_ring_kernel)
 @pytest.mark.parametrize(
     "change",
     [
@@ -113,6 +123,24 @@ def test_a_mistake_in_the_ring_is_caught(change: dict[str, str]) -> None:
     except simt.SimtError:
         return
     assert not np.array_equal(got, expected_lines(256, ranks, 9))
+
+
+# ---- write -----------------------------------------------------------------------------------------------------------
+def check_write(stream: Any) -> None:
+    words = devices.zeros(3, np.uint64)
+    stream.launch(doorbell_write_kernel, 1, 1, 0, words.ctypes.data + 8, 2**63 + 5)
+    devices.run_queues([stream])
+    assert words.tolist() == [0, 2**63 + 5, 0]
+
+
+@pytest.mark.no_gpu
+@seeds(doorbell_write_kernel)
+@pytest.mark.parametrize(
+    "change",
+    [{"old": "address, value", "new": "address + u64(8), value"}, {"old": ", value)", "new": ", value >> u64(1))"}],
+)
+def test_a_mistake_in_the_write_is_caught(change: dict[str, str]) -> None:
+    assert_caught(check_write, devices.Stream(), doorbell_write_kernel, simt.SimtError, **change)
 
 
 # ---- the bounded wait ----------------------------------------------------------------------------------------------
@@ -146,6 +174,7 @@ class Waiting:
         )
 
 
+@pytest.mark.no_gpu
 @simt.orders()
 def test_a_wait_whose_rings_have_come_passes_and_writes_nothing(order: str) -> None:
     waiting = Waiting(5)
@@ -154,6 +183,7 @@ def test_a_wait_whose_rings_have_come_passes_and_writes_nothing(order: str) -> N
     assert not waiting.report.any()
 
 
+@pytest.mark.no_gpu
 @simt.orders()
 def test_a_wait_gives_up_after_its_budget_and_says_what_it_saw(order: str) -> None:
     waiting = Waiting(70)
@@ -166,6 +196,7 @@ def test_a_wait_gives_up_after_its_budget_and_says_what_it_saw(order: str) -> No
     assert 10_000 <= report[REPORT_WAITED_NS] < 40_000
 
 
+@pytest.mark.no_gpu
 def test_after_one_wait_has_given_up_the_next_ones_end_at_once() -> None:
     waiting = Waiting(2)
     simt.run([waiting.launch([1], 1)])
@@ -174,6 +205,7 @@ def test_after_one_wait_has_given_up_the_next_ones_end_at_once() -> None:
     assert np.array_equal(waiting.report, first)  # the first word stays
 
 
+@pytest.mark.no_gpu
 def test_the_host_can_end_a_wait() -> None:
     waiting = Waiting(2)
     stop = simt.Launch(doorbell_write_kernel, 1, 1, (waiting.report.ctypes.data, STOPPED))
@@ -181,6 +213,7 @@ def test_the_host_can_end_a_wait() -> None:
     assert waiting.report[REPORT_STATE] == STOPPED
 
 
+@pytest.mark.no_gpu
 def test_the_budget_starts_again_when_somebody_makes_progress() -> None:
     """A long launch is not a stuck one: it ends when the flag comes, far beyond one budget."""
     from whalez.ops.device.kernel import Kernel
@@ -200,6 +233,7 @@ def test_the_budget_starts_again_when_somebody_makes_progress() -> None:
     assert not waiting.report.any()
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("seen", [2**63 - 1, 7, 8])
 def test_the_comparison_is_cyclic_and_2_63_minus_1_releases(seen: int) -> None:
     waiting = Waiting(1)
@@ -208,6 +242,7 @@ def test_the_comparison_is_cyclic_and_2_63_minus_1_releases(seen: int) -> None:
     assert waiting.report[REPORT_STATE] == 0
 
 
+@pytest.mark.no_gpu
 def test_2_64_minus_1_does_not_release() -> None:
     waiting = Waiting(1)
     waiting.lines[0, 0] = 2**64 - 1
@@ -215,6 +250,8 @@ def test_2_64_minus_1_does_not_release() -> None:
     assert waiting.report[REPORT_STATE] == GAVE_UP
 
 
+@pytest.mark.no_gpu
+@seeds(doorbell_wait_kernel)
 @pytest.mark.parametrize(
     "change",
     [
@@ -243,12 +280,12 @@ class World:
     def __init__(self, world: int, wait_by: Any, budget_ns: int = 10**7) -> None:
         self.kept: Any = None  # what queued copies read and write
         self.layout = make_layout(world)
-        self.memory = [simt.zeros(self.layout.nbytes, np.uint8, align=128) for _ in range(world)]
+        self.memory = [devices.zeros(self.layout.nbytes, np.uint8, align=128) for _ in range(world)]
         addresses = [each.ctypes.data for each in self.memory]
-        self.streams = [simt.SimtStream(rank) for rank in range(world)]
-        self.reports = [simt.zeros(REPORT_BYTES // 8, np.uint64) for _ in range(world)]
+        self.streams = [devices.Stream(rank) for rank in range(world)]
+        self.reports = [devices.zeros(REPORT_BYTES // 8, np.uint64) for _ in range(world)]
         self.tables = [
-            simt.array(np.frombuffer(bell_tables(self.layout, addresses, rank), np.uint64)) for rank in range(world)
+            devices.array(np.frombuffer(bell_tables(self.layout, addresses, rank), np.uint64)) for rank in range(world)
         ]
         self.bells = [
             DeviceBells(
@@ -273,8 +310,8 @@ class World:
 def exchange(world: World, windows: int, *, skip_wait: bool = False, skip_ring: int = -1) -> list[np.ndarray]:
     """Four beats per window: rank 0 publishes its halo, the others copy it. What each got, [windows, values]."""
     n = world.region(0, "halo").size
-    sources = [simt.array(np.full(n, window + 1, np.float32)) for window in range(windows)]
-    got = [simt.empty((windows, n), np.float32) for _ in world.bells]
+    sources = [devices.array(np.full(n, window + 1, np.float32)) for window in range(windows)]
+    got = [devices.empty((windows, n), np.float32) for _ in world.bells]
     halo = world.region(0, "halo").ctypes.data
     others = Peers.of(range(1, len(world.bells)))
     owner = Peers.of([0])
@@ -303,11 +340,12 @@ def is_right(got: list[np.ndarray]) -> bool:
 def test_rings_and_waits_of_three_ranks_pair(wait_by: str, order: str) -> None:
     world = World(3, wait_by)
     got = exchange(world, 4)
-    simt.run_queues(world.streams, order=order)
+    devices.run_queues(world.streams, order=order)
     assert is_right(got)
     assert not any(report.any() for report in world.reports)
 
 
+@pytest.mark.no_gpu
 def test_a_beat_is_one_launch_and_one_batch() -> None:
     world = World(3, "memop")
     exchange(world, 1)
@@ -316,19 +354,21 @@ def test_a_beat_is_one_launch_and_one_batch() -> None:
     assert len(world.streams[0].queue[2].pairs) == 2
 
 
+@pytest.mark.no_gpu
 def test_without_the_wait_the_reader_gets_poison_or_the_past() -> None:
     world = World(3, "memop")
     got = exchange(world, 4, skip_wait=True)
-    simt.run_queues(world.streams, order="reverse")
+    devices.run_queues(world.streams, order="reverse")
     assert not is_right(got)
 
 
+@pytest.mark.no_gpu
 def test_a_ring_that_is_left_out_is_missed() -> None:
     """The wait is real: without the ring nobody goes on."""
     world = World(2, "memop")
     exchange(world, 3, skip_ring=1)
     with pytest.raises(simt.SimtError) as caught:
-        simt.run_queues(world.streams)
+        devices.run_queues(world.streams)
     assert f"expected {gang_value(3, 1)} seen {gang_value(3, 0)} (blocked)" in str(caught.value)
 
 
@@ -336,7 +376,7 @@ def test_a_ring_that_is_left_out_is_missed() -> None:
 def test_a_ring_that_is_left_out_ends_the_spin_with_rank_window_expected_and_seen(order: str) -> None:
     world = World(2, "spin", budget_ns=20_000)
     exchange(world, 3, skip_ring=1)
-    simt.run_queues(world.streams, order=order)  # both ranks drain
+    devices.run_queues(world.streams, order=order)  # both ranks drain
     error = world.bells[1].report()
     assert error is not None
     assert (error.peer, error.kind, error.expected, error.seen) == (0, "data", gang_value(3, 1), gang_value(3, 0))
@@ -351,7 +391,7 @@ def test_the_launch_bell_is_one_line_that_any_peer_raises() -> None:
     for rank in (0, 1, 3):
         world.bells[rank].wait(BELL_LAUNCH, everybody, 1)
         world.bells[rank].ring(BELL_LAUNCH, everybody, 1)
-    simt.run_queues(world.streams)
+    devices.run_queues(world.streams)
     for rank in range(4):
         lines = world.region(rank, "bells").reshape(5, 4, LINE_WORDS)
         assert lines[BELL_LAUNCH, :, 0].tolist() == [int(each == rank) for each in range(4)]
@@ -361,10 +401,11 @@ def test_progress_is_raised_in_the_own_slab() -> None:
     world = World(2, "memop")
     for _ in range(3):
         world.bells[1].raise_progress()
-    simt.run_queues(world.streams)
+    devices.run_queues(world.streams)
     assert [int(world.region(rank, "progress")[0]) for rank in range(2)] == [0, 3]
 
 
+@pytest.mark.no_gpu
 def test_a_value_that_does_not_rise_is_our_mistake() -> None:
     world = World(3, "memop")
     world.bells[0].ring(BELL_DATA, Peers.of([1]), 5)
@@ -377,17 +418,19 @@ def test_a_value_that_does_not_rise_is_our_mistake() -> None:
             world.bells[0].wait(BELL_DATA, Peers.of([1]), value)
 
 
+@pytest.mark.no_gpu
 def test_an_idle_seq_needs_no_word() -> None:
     """A rank that sat out a whale waits for the next one's values, and an older ring does not satisfy it."""
     world = World(2, "memop")
     world.bells[0].ring(BELL_DATA, Peers.of([1]), gang_value(1, STRIDE - 1))
     world.bells[1].wait(BELL_DATA, Peers.of([0]), gang_value(2, 0))
     with pytest.raises(simt.SimtError, match="blocked"):
-        simt.run_queues(world.streams)
+        devices.run_queues(world.streams)
     world.bells[0].ring(BELL_DATA, Peers.of([1]), gang_value(2, 0))
-    simt.run_queues(world.streams)
+    devices.run_queues(world.streams)
 
 
+@pytest.mark.no_gpu
 def test_a_world_that_does_not_fit_the_mask_is_refused_by_name() -> None:
     spec = SlabSpec(
         world=WORLD_MAX + 1,
@@ -403,4 +446,4 @@ def test_a_world_that_does_not_fit_the_mask_is_refused_by_name() -> None:
     )
     layout = SlabLayout.from_spec(spec)
     with pytest.raises(ConfigError, match="world: expected at most 256"):
-        DeviceBells(simt.SimtStream(), layout, [0] * layout.world, 0, tables=0, report=0)
+        DeviceBells(devices.Stream(), layout, [0] * layout.world, 0, tables=0, report=0)

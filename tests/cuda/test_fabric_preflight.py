@@ -8,19 +8,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from helpers.cuda_world import fake_kernels, image
-from whalez.errors import CapabilityMissing
+from whalez.errors import CapabilityMissing, FabricError, PeerDied, WhalezError
 from whalez.fabric.cuda import preflight as module
 from whalez.fabric.cuda.driver import Device, Driver
-from whalez.fabric.cuda.preflight import Ballot, Memops, Probe, choose, preflight, suspects
+from whalez.fabric.cuda.preflight import Agreement, Ballot, Memops, Probe, agree, choose, preflight, suspects
 from whalez.fabric.cuda.providers import PROVIDERS
-from whalez.testing.fake_driver import FakeDomain, FakeDriver, FakeMachine, fake_processes, write_word
+from whalez.hub.local import LocalHub
+from whalez.hub.wire import OFFER_BYTES_MAX
+from whalez.hub.zmq_hub import ZmqHub
+from whalez.rendezvous.effects import Broadcast
+from whalez.rendezvous.events import PeerGone
+from whalez.rendezvous.messages import Died, Hello, SlabEntry
+from whalez.testing.fake_driver import FakeDomain, FakeDriver, FakeGpu, FakeMachine, fake_processes, write_word
 
 EVERY = tuple(PROVIDERS)
 
@@ -365,3 +375,181 @@ def test_by_hand_without_a_driver() -> None:
         pytest.skip("this machine has a GPU: " + done.stdout)
     assert "preflight: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# ---- over the hub ---------------------------------------------------------------------------------------------------
+class Quiet:
+    """A sequencer with nothing to do: these worlds never run."""
+
+    def step(self, event: Any, now_ns: int, launch: int) -> list[Any]:
+        return [Broadcast(Died(rank=event.rank, how=event.how))] if isinstance(event, PeerGone) else []
+
+
+def hubs_of(kind: str, world: int, folder: Path) -> list[Any]:
+    if kind == "local":
+        return list(LocalHub.world(world, Quiet()))
+    address = f"ipc://{folder}/hub.sock"
+    return [ZmqHub(rank, world, address, sequencer=None if rank else Quiet()) for rank in range(world)]
+
+
+def voted(
+    kind: str, folder: Path, machines: list[FakeMachine], asked: str = "auto", quits: int = -1
+) -> list[Agreement | Exception]:
+    """What every rank gets out of `agree` between the table and the start of a hub; rank `quits` leaves instead."""
+    world = len(machines)
+    fakes = [FakeDriver(machine, kernels=fake_kernels()) for machine in machines]
+    hubs = hubs_of(kind, world, folder)
+
+    def one(rank: int) -> Agreement | Exception:
+        hub = hubs[rank]
+        entry = SlabEntry(rank=rank, incarnation=f"i{rank}", host="here", pid=1, ticket=b"")
+        try:
+            hub.start(Hello(entry=entry, world=world, fingerprint={}), 20)
+            if rank == quits:
+                hub.gather(
+                    msgspec.msgpack.encode([b"", b"", b""]), 20
+                )  # takes part in the first round, and is gone in the second
+                hub.close()
+            with Device(Driver(fakes[rank]), 0) as device:
+                agreement = agree(
+                    device, rank=rank, world=world, host=f"host-{rank}", gather=lambda data: hub.gather(data, 20),
+                    asked=asked, machine=machines[rank].identity, image=image,
+                )  # fmt: skip
+            hub.mapped(20)
+            return agreement
+        except WhalezError as error:
+            return error
+
+    with fake_processes(*fakes), ThreadPoolExecutor(world) as pool:
+        try:
+            got = list(pool.map(one, range(world)))
+        finally:
+            list(pool.map(lambda hub: hub.close(), hubs))
+        assert [fake.leaks() for fake in fakes] == [{}] * world
+    return got
+
+
+over_hubs = pytest.mark.parametrize("kind", ["local", "ipc"])
+
+
+@over_hubs
+def test_the_vote_travels_over_the_hub(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One rank of three has no IMEX: all take descriptors, and log and status say why, in the driver's words."""
+    domain = FakeDomain()
+    machine = FakeMachine(domain=domain)
+    refuse_fabric = FakeMachine(domain=domain, imex=False, identity=machine.identity, legacy=machine.legacy)
+    with caplog.at_level("INFO"):
+        got = voted(kind, tmp_path, [machine, machine, refuse_fabric])
+    assert all(isinstance(each, Agreement) for each in got), got
+    words = "fabric unavailable: rank 2 on host-2: fabric: own slab of rank 2"
+    for rank, each in enumerate(got):
+        assert isinstance(each, Agreement)
+        assert each.choice.provider == "posix_fd"
+        assert words in str(each) and "800 CUDA_ERROR_NOT_PERMITTED" in str(each)
+        assert "waits by memop; wait imported: cuStreamBatchMemOp -> 1 CUDA_ERROR_INVALID_VALUE" in str(each)
+        assert f"rank {rank} on Fake H200, driver 13000: slabs: posix_fd; {words}" in caplog.text
+
+
+@over_hubs
+def test_what_was_asked_for_is_refused_on_every_rank(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    got = voted(kind, tmp_path, [FakeMachine(imex=False)] * 2, asked="fabric")
+    assert [type(each) for each in got] == [CapabilityMissing] * 2
+    assert str(got[0]) == str(got[1])
+    assert "fabric was asked for and is unavailable: rank 0" in str(got[0])
+    assert caplog.text.count("fabric was asked for and is unavailable") == 2
+
+
+@over_hubs
+def test_a_rank_that_is_gone_in_the_vote_ends_it_for_all(kind: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    got = voted(kind, tmp_path, [FakeMachine()] * 3, quits=2)
+    assert [type(each) for each in got[:2]] == [PeerDied, PeerDied]
+    assert time.monotonic() - begun < 10
+
+
+def test_the_ballot_of_a_large_world_fits_into_an_offer() -> None:
+    """Every peer of 256 failed in every way, each with a long story."""
+    with fake_processes(fake := FakeDriver(kernels=fake_kernels())), Device(Driver(fake), 0) as device:
+        layout = module._probe_layout(256)
+        probes = []
+        for name, provider in PROVIDERS.items():
+            slabs = provider(layout, device=device, rank=0, incarnation="x", machine=b"m" * 16)
+            attempt = module._Attempt(slabs, None, "w" * 10**5)
+            attempt.failed = dict.fromkeys(range(1, 256), f"{name}: " + "x" * 500)
+            probes.append(attempt.probe())
+    assert len(msgspec.msgpack.encode(probes)) < OFFER_BYTES_MAX - 1000
+    assert probes[0].failed[255].startswith("fabric: xxx")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(b"\x90", "rank 1 tries 0 providers, this rank 3"), (b"\xc1", "rank 1 sent what is no part")]
+)
+def test_what_no_rank_of_this_version_sends_is_refused(part: bytes, said: str) -> None:
+    fake = FakeDriver(kernels=fake_kernels())
+    with fake_processes(fake), Device(Driver(fake), 0) as device:
+        with pytest.raises(FabricError, match=said):
+            preflight(device, rank=0, world=2, host="here", gather=lambda mine: [mine, part], image=image)
+        assert fake.leaks() == {"contexts": 1}
+
+
+# ---- bad input, from the outside ------------------------------------------------------------------------------------
+def fake_driver(**options: Any) -> Driver:
+    return Driver(FakeDriver(kernels=fake_kernels(), **options))
+
+
+BAD = {
+    "no device": (
+        partial(fake_driver, machine=FakeMachine(gpus=[])), [],
+        "device 0: cuInit -> 100 CUDA_ERROR_NO_DEVICE: no GPU is visible: see `nvidia-smi`",
+    ),
+    "old driver": (
+        partial(fake_driver, version=12_080), [],
+        "device 0: cuDriverGetVersion -> 12080: the driver is for CUDA 12.8, whalez needs one for 13.0 or newer",
+    ),
+    "below sm_80": (
+        partial(fake_driver, machine=FakeMachine(gpus=[FakeGpu(capability=(7, 5))])), [],
+        "device 0: cuDeviceGetAttribute -> compute capability 7.5 (Fake H200): whalez needs 8.0 or newer",
+    ),
+    "no such device": (fake_driver, ["3"], "device 3: cuDeviceGetCount -> 1: see `nvidia-smi -L`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_sentence_and_a_code(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_driver, arguments, said = BAD[what]
+    begun = time.monotonic()
+    assert module.main(arguments, make_driver=make_driver) == 1
+    assert time.monotonic() - begun < 1
+    assert f"preflight: {said}" in capsys.readouterr().err
+
+
+def without_imex() -> Driver:
+    return fake_driver(machine=FakeMachine(imex=False))
+
+
+def full() -> Driver:
+    return fake_driver(machine=FakeMachine(gpus=[FakeGpu(total=10**6)]))
+
+
+@pytest.mark.parametrize(
+    ("make_driver", "arguments", "code", "said"),
+    [
+        (without_imex, [], 0, "slabs: posix_fd; fabric unavailable: rank 0 on this machine: "),
+        (
+            without_imex,
+            ["--slabs", "fabric"],
+            1,
+            "cuMemCreate -> 800 CUDA_ERROR_NOT_PERMITTED: this process has no IMEX",
+        ),
+        (full, [], 1, "2097152 bytes do not fit; the default pool had 0 bytes reserved"),
+    ],
+)
+def test_by_hand_between_two_processes(
+    make_driver: Any, arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on an H200 without IMEX: it says so, takes descriptors and exits 0; by name it is refused."""
+    assert module.main(arguments, make_driver=make_driver, image=image) == code
+    out, err = capsys.readouterr()
+    assert said in (err if code else out)

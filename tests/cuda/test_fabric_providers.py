@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +28,7 @@ from whalez.fabric.cuda.ticket import TICKET_BYTES
 from whalez.fabric.header import make_header
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import HEADER
+from whalez.fabric.provider import Slab, ViewableSlab
 from whalez.testing.fake_driver import (
     GRANULARITY,
     FakeDomain,
@@ -35,6 +39,7 @@ from whalez.testing.fake_driver import (
 )
 
 CUDA = list(PROVIDERS)
+UNMAPPING = {"cuMemUnmap", "cuIpcCloseMemHandle", "cuMemFree"}
 every_provider = pytest.mark.parametrize("name", CUDA)
 
 
@@ -120,6 +125,38 @@ def test_close_is_idempotent_and_an_unused_provider_closes(pair: list[Any]) -> N
         one.close()
 
 
+def test_only_host_memory_has_a_view(pair: list[Any]) -> None:
+    slab = pair[0].create()
+    assert isinstance(slab, Slab)
+    assert isinstance(slab, ViewableSlab) == isinstance(pair[0], HostSlabs)
+
+
+def test_after_a_failure_peers_still_go_first_and_the_owner_keeps_its_memory(pair: list[Any]) -> None:
+    owner, peer = pair
+    here, own = owner.create(), peer.create()
+    with pytest.raises(FabricError, match="rejected"):
+        peer.open(entry_of(owner, incarnation="older"))
+    there = peer.open(entry_of(owner))
+    addresses = [there.address, own.address]
+    if isinstance(peer, CudaSlabs):
+        fake = peer.device.driver.api
+        begun = len(fake.calls)
+        fake.refuse = lambda call, _: 999 * (call in {"cuMemUnmap", "cuIpcCloseMemHandle"} and len(fake.calls) % 2)
+        for _ in range(4):
+            with contextlib.suppress(FabricError):
+                peer.close()
+        fake.refuse = None
+        peer.close()
+        gone = [int(call.arguments[0]) for call in fake.calls[begun:] if call.name in UNMAPPING]
+        assert [gone.index(each) for each in addresses] == sorted(gone.index(each) for each in addresses)
+        assert fake.leaks() == {"contexts": 1}
+    else:
+        peer.close()
+    peer.close()
+    write(owner, here, "words", b"\5" * 32)
+    assert read(owner, here, "words") == b"\5" * 32
+
+
 @pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 0], [0, 1, 2]])
 def test_a_table_must_be_the_world(pair: list[Any], ranks: list[int]) -> None:
     owner, _ = pair
@@ -186,8 +223,7 @@ def test_a_ticket_of_another_provider_is_refused_by_name(name: str) -> None:
 def test_a_slab_has_no_host_view_and_stays_inside() -> None:
     with fake_world("fabric") as (owner, _):
         slab = owner.slabs.create()
-        with pytest.raises(FabricError, match="device memory"):
-            slab.view(0, (1,), np.uint8)
+        assert not hasattr(slab, "view")
         for offset, nbytes in ((-1, 2), (slab.nbytes - 1, 2), (0, -1)):
             with pytest.raises(ShapeError):
                 slab.read(offset, nbytes)
@@ -316,11 +352,7 @@ def test_peers_are_unmapped_before_the_own_memory_goes(name: str) -> None:
         first.slabs.open_all(table)
         begun = len(first.fake.calls)
         first.slabs.close()
-        freed = [
-            int(call.arguments[0])
-            for call in first.fake.calls[begun:]
-            if call.name in ("cuMemUnmap", "cuIpcCloseMemHandle", "cuMemFree")
-        ]
+        freed = [int(call.arguments[0]) for call in first.fake.calls[begun:] if call.name in UNMAPPING]
         assert freed.index(own[0]) == len(freed) - 1 == 2
 
 
@@ -487,6 +519,36 @@ def test_no_imex_on_the_other_machine_is_told_to_the_importer() -> None:
         with pytest.raises(DriverError, match=r"-> 801 .* on some machine of the domain, not necessarily on this one"):
             peer.slabs.open(entry_of(owner.slabs))
         assert peer.fake.leaks() == {"contexts": 1}
+
+
+def test_a_descriptor_needs_no_right_over_the_other_process() -> None:
+    """Two siblings of one unprivileged user that nobody may trace: pidfd_getfd is refused, the socket hands it over."""
+    script = """
+import ctypes, os, signal, sys
+from whalez.fabric.cuda import fds
+if os.geteuid() == 0:
+    os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE: as ptrace_scope would, for siblings
+if sys.argv[1] == "owner":
+    fd = os.memfd_create("slab"); os.write(fd, b"payload")
+    server = fds.FdServer(fd)
+    print(os.getpid(), fd, server.handle.hex(), flush=True)
+    sys.stdin.read()
+    server.close()
+else:
+    pid, fd, handle = int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+    taken = libc.syscall(438, os.pidfd_open(pid), fd, 0)  # pidfd_getfd
+    assert taken == -1, "pidfd_getfd worked, so this test shows nothing"
+    print(os.pread(fds.fetch(handle, 0), 7, 0).decode(), flush=True)
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen([*command, "owner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None and owner.stdin is not None
+        told = owner.stdout.readline().split()
+        done = subprocess.run([*command, "peer", *told], capture_output=True, text=True, timeout=30)
+        owner.stdin.close()
+    assert (done.stdout, done.returncode) == ("payload\n", 0), done.stderr
 
 
 # ---- descriptors ---------------------------------------------------------------------------------------------------

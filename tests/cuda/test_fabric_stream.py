@@ -16,6 +16,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from numba.cuda import types
 
 from helpers.cuda_world import fake_kernels, image
+from helpers.devices import SUPERSTEP
 from whalez.errors import CapabilityMissing, FabricError
 from whalez.fabric.cuda.driver import Device, Driver, DriverError
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_write_kernel
@@ -28,8 +29,6 @@ ODD = Kernel(
     lambda *arguments: None,
     (types.int32, types.CPointer(types.float32), types.float32, types.uint16, types.int64, types.float64, types.uint64),
 )
-#: Entries of a superstep: none of these allocates, frees, compiles, loads or waits for the device.
-SUPERSTEP = {"cuLaunchKernel", "cuStreamBatchMemOp", "cuStreamWriteValue64", "cuMemcpyAsync", "cuMemsetD8Async"}
 
 
 class Bench:
@@ -218,11 +217,16 @@ def test_a_kernel_that_takes_more_shared_memory_than_there_is() -> None:
 
 
 @pytest.mark.parametrize(("capability", "begins"), [((9, 0), b"\x7fELF"), ((12, 0), b"//")])
-def test_images_are_made_for_the_device_that_is_there(capability: tuple[int, int], begins: bytes) -> None:
-    """A cubin where there is one for the chip, PTX ending in a zero as the last resort."""
+def test_images_are_made_for_the_device_that_is_there(
+    capability: tuple[int, int], begins: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cubin where there is one for the chip, PTX ending in a zero as the last resort, which is logged."""
     fake = FakeDriver(FakeMachine(gpus=[FakeGpu(capability=capability)]))
     with fake_processes(fake), Device(Driver(fake), 0) as device:
         KernelSet(device, [doorbell_write_kernel]).close()
         (loaded,) = [call.arguments[0] for call in fake.calls if call.name == "cuLibraryLoadData"]
         assert loaded.lstrip().startswith(begins)
         assert (loaded[-1] == 0) or begins != b"//"
+        said = "doorbell_write_kernel: no image for compute capability 12.0, the driver compiles PTX 7.0 for compute_80"
+        assert (said in caplog.text) is (begins == b"//")
+        assert (b".version 7.0\n" in loaded) is (begins == b"//")

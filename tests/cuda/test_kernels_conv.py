@@ -7,11 +7,14 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
+from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, performed, rounded, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.ops.conv import cuda as conv
 from whalez.ops.conv import naive
 from whalez.testing import simt
+
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu
 
 ROWS = [1, 2, 3, 63, 64, 65, 113, 129]
 WIDTHS = [(8, 0), (8, 4), (37, 3), (1, 0), (1032, 8)]  # with the gap behind a row: quads, quads, single values
@@ -28,7 +31,7 @@ class Case:
         self.next_tail = Rows.poisoned(3, width)
         self.weight = Rows(rng.standard_normal((width, 4)), np.float32)
         self.out = Rows.poisoned(rows, width, gap=gap + 8, beyond=1)
-        self.scratch = simt.empty(conv.short_conv_scratch_bytes(rows, width) // 2, np.uint16, align=16)
+        self.scratch = devices.empty(conv.short_conv_scratch_bytes(rows, width) // 2, np.uint16, align=16)
         self.wanted, self.wanted_tail = naive.short_conv(
             self.x.values.astype(float), self.tail.values.astype(float), self.weight.values
         )
@@ -70,14 +73,14 @@ def check_decode(requests, width, gap=0, in_place=False, order="forward", stream
     out = x if in_place else Rows.poisoned(requests, width, gap=gap + 8, beyond=1)
     tails = Rows(rng.standard_normal((slots_count, 3, width)), gap=8)
     before = tails.values.astype(float)
-    slots = simt.array(rng.permutation(slots_count)[:requests], np.int64)
+    slots = devices.array(rng.permutation(slots_count)[:requests], np.int64)
     weight = Rows(rng.standard_normal((width, 4)), np.float32)
     after, wanted = before.copy(), np.empty((requests, width))
     for b, slot in enumerate(slots):
         wanted[b : b + 1], after[slot] = naive.short_conv(
             x.values[b : b + 1].astype(float), before[slot], weight.values
         )
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     conv.short_conv_decode(
         stream,
         x.address,
@@ -102,9 +105,9 @@ def check_decode(requests, width, gap=0, in_place=False, order="forward", stream
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("width", "gap"), [(8, 4), (5, 0)])
 def test_against_naive_in_place_and_not(rows, width, gap, order):
-    apart = Case(rows, width, gap).short_conv(simt.SimtStream(), order=order)
+    apart = Case(rows, width, gap).short_conv(devices.Stream(), order=order)
     for in_place, tail in ((True, "apart"), (True, "in place"), (False, "in place"), (False, "none"), (True, "none")):
-        got = Case(rows, width, gap).short_conv(simt.SimtStream(), in_place, tail, order)
+        got = Case(rows, width, gap).short_conv(devices.Stream(), in_place, tail, order)
         np.testing.assert_array_equal(got.view(np.uint16), apart.view(np.uint16))
 
 
@@ -112,7 +115,7 @@ def test_against_naive_in_place_and_not(rows, width, gap, order):
 @pytest.mark.parametrize(("width", "gap"), WIDTHS)
 def test_any_width(width, gap, order):
     for in_place, tail in ((False, "apart"), (True, "in place")):
-        Case(66, width, gap).short_conv(simt.SimtStream(), in_place, tail, order)
+        Case(66, width, gap).short_conv(devices.Stream(), in_place, tail, order)
 
 
 @simt.orders()
@@ -120,13 +123,13 @@ def test_any_width(width, gap, order):
 @pytest.mark.parametrize("width", [8, 5, 516])
 def test_conv_tail(rows, width, order):
     for in_place in (False, True):
-        Case(rows, width).conv_tail(simt.SimtStream(), in_place, order)
+        Case(rows, width).conv_tail(devices.Stream(), in_place, order)
 
 
 def test_no_rows_leave_the_tail():
     case = Case(0, 8)
-    case.short_conv(simt.SimtStream())
-    stream = simt.SimtStream()
+    case.short_conv(devices.Stream())
+    stream = devices.Stream()
     case.short_conv(stream, tail="in place")
     assert not stream.performed
 
@@ -136,10 +139,10 @@ def test_any_two_cuts_give_the_same_bits(width):
     """Pieces of 0, 1 and 2 rows must shift the tail, not replace it."""
     rows = 9
     whole = Case(rows, width)
-    wanted = whole.short_conv(simt.SimtStream(), in_place=True).view(np.uint16)
+    wanted = whole.short_conv(devices.Stream(), in_place=True).view(np.uint16)
     for first in range(rows + 1):
         for second in range(first, rows + 1):
-            case, stream = Case(rows, width), simt.SimtStream()
+            case, stream = Case(rows, width), devices.Stream()
             for start, stop in ((0, first), (first, second), (second, rows)):
                 at = case.x.address + 2 * start * width
                 conv.short_conv(
@@ -165,7 +168,7 @@ def test_tails_keep_every_bit():
     case = Case(2, 8)
     odd = np.array([0x7FA1, 0xFFC3, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FFF, 0x3F80], np.uint16).view(BF16)
     case.x.flat.view(np.uint16)[8:16] = odd.view(np.uint16)
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     conv.conv_tail(stream, case.x.address, 8, case.tail.address, case.tail.address, 2, 8)
     performed(stream)
     np.testing.assert_array_equal(case.tail.values[2].view(np.uint16), odd.view(np.uint16))
@@ -181,13 +184,13 @@ def test_decode(requests, width, gap, order):
 
 def test_decode_continues_a_prefill():
     whole = Case(70, 8)
-    wanted = whole.short_conv(simt.SimtStream())
-    case, stream = Case(70, 8), simt.SimtStream()
+    wanted = whole.short_conv(devices.Stream())
+    case, stream = Case(70, 8), devices.Stream()
     conv.short_conv(
         stream, case.x.address, 8, case.tail.address, case.tail.address, case.weight.address, case.x.address, 8,
         case.scratch.ctypes.data, 66, 8,
     )  # fmt: skip
-    slots = simt.zeros(1, np.int64)
+    slots = devices.zeros(1, np.int64)
     for t in range(66, 70):
         at = case.x.address + 16 * t
         conv.short_conv_decode(
@@ -222,7 +225,7 @@ def far_decode(folder, stream):
     before = rounded(rng.standard_normal((3, 8)))
     tails[1, :24] = Rows(before).values.reshape(-1).view(np.uint16)
     case = Case(1, 8)
-    slots = simt.array([1], np.int64)
+    slots = devices.array([1], np.int64)
     wanted, after = naive.short_conv(case.x.values.astype(float), before, case.weight.values)
     conv.short_conv_decode(
         stream, case.x.address, 8, tails.ctypes.data, FAR, slots.ctypes.data, case.weight.address,
@@ -244,7 +247,7 @@ def far_decode(folder, stream):
 def test_rows_behind_2_31_elements(tmp_path, kernel, check, old):
     assert_caught(
         lambda stream: check(tmp_path, stream),
-        simt.SimtStream(),
+        devices.Stream(),
         kernel,
         simt.SimtError,
         old=old,
@@ -260,7 +263,7 @@ def test_a_halo_behind_2_31_elements(tmp_path):
         case = Case(65, 8)
         space, out = sparse(tmp_path / "x", 65, stride), sparse(tmp_path / "out", 65, stride)
         space[:, :8] = case.x.values.view(np.uint16)
-        to, stream = (space if in_place else out), simt.SimtStream()
+        to, stream = (space if in_place else out), devices.Stream()
         conv.short_conv(
             stream, space.ctypes.data, stride, case.tail.address, case.next_tail.address, case.weight.address,
             to.ctypes.data, stride, case.scratch.ctypes.data, 65, 8,
@@ -269,6 +272,7 @@ def test_a_halo_behind_2_31_elements(tmp_path):
         assert_bf16_near(np.array(to[:, :8]).view(BF16), case.wanted, slack=4e-6)
 
 
+@seeds(conv.short_conv_kernel)
 @changes(
     {"old": "t_x[j] = t_x[j + 16]", "new": "t_x[j] = t_x[j + 12]"},
     {"old": "t_x[j] = t_x[j + 4]", "new": "t_x[j] = t_x[j]"},
@@ -287,9 +291,10 @@ def test_mistakes_in_short_conv_are_caught(change):
         for rows, width, order in ((130, 8, "forward"), (67, 8, "reverse"), (130, 5, "reverse")):
             Case(rows, width).short_conv(stream, order=order)
 
-    assert_caught(check, simt.SimtStream(), conv.short_conv_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), conv.short_conv_kernel, simt.SimtError, **change)
 
 
+@seeds(conv.conv_halos_kernel)
 @changes(
     {"old": "i_tile * TILE_ROWS - TAIL + j", "new": "i_tile * TILE_ROWS - TAIL + j + 1"},
     {"old": "i_tile == 0", "new": "False", "nth": 0},
@@ -301,16 +306,17 @@ def test_mistakes_in_conv_halos_are_caught(change):
         for width in (8, 5):
             Case(130, width).short_conv(stream, in_place=True, tail="in place")
 
-    assert_caught(check, simt.SimtStream(), conv.conv_halos_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), conv.conv_halos_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 def test_in_place_without_saved_halos_is_caught():
     """What the scratch is for: some order writes the rows above a tile before the tile has read them."""
 
     def check_without(order):
         case = Case(130, 8)
         case.scratch = case.x.flat[61 * 8 :].view(np.uint16)  # halos of tile 1 lie where x has them
-        x, stream = case.x, simt.SimtStream()
+        x, stream = case.x, devices.Stream()
         stream.launch(
             conv.short_conv_kernel, (3, 1, 1), 128, 0, x.address, 8, case.tail.address, x.address + 16 * 61, 64 * 8, 8,
             case.weight.address, x.address, 8, case.next_tail.address, 1, 130, 2, 8,
@@ -323,6 +329,7 @@ def test_in_place_without_saved_halos_is_caught():
         check_without("forward")
 
 
+@seeds(conv.conv_tail_kernel)
 @changes(
     {"old": "i_row < 0", "new": "i_row < 1", "nth": 0},
     {"old": "i_row < 0", "new": "i_row <= 0", "nth": 1},
@@ -336,9 +343,10 @@ def test_mistakes_in_conv_tail_are_caught(change):
             for in_place in (True, False):
                 Case(rows, width).conv_tail(stream, in_place)
 
-    assert_caught(check, simt.SimtStream(), conv.conv_tail_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), conv.conv_tail_kernel, simt.SimtError, **change)
 
 
+@seeds(conv.short_conv_decode_kernel)
 @changes(
     {"old": "g_slots[i_request] * slot_stride", "new": "i_request * slot_stride"},
     {"old": "t_x[4 * (j + 1) + k]", "new": "t_x[4 * j + k]"},
@@ -350,9 +358,10 @@ def test_mistakes_in_decode_are_caught(change):
         check_decode(3, 8, stream=stream)
         check_decode(3, 5, stream=stream)
 
-    assert_caught(check, simt.SimtStream(), conv.short_conv_decode_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), conv.short_conv_decode_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(
     ("kernel", "accesses"),

@@ -16,13 +16,16 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
+from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, performed, rounded, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import KERNELS
 from whalez.ops.kda import cuda as kda
 from whalez.ops.kda import naive
 from whalez.testing import simt
+
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu
 
 TOLERANCE = 2e-6  # RMS of the difference over RMS of the reference, per head, as on the host
 LONG_TOLERANCE = 4e-5  # over many hundred tokens without decay
@@ -95,7 +98,7 @@ class Segment:
         self.x = x
         self.q, self.k, self.v = (Rows(a, gap=6, beyond=1) for a in (x.q, x.k, x.v))
         self.g, self.beta = (Rows(a, F32, gap=5, beyond=1) for a in (x.g, x.beta))
-        self.tiles = simt.empty(kda.kda_tiles_bytes(*x.sizes) // 4, F32, align=16)
+        self.tiles = devices.empty(kda.kda_tiles_bytes(*x.sizes) // 4, F32, align=16)
 
     def prepare(self, stream):
         """Queued only: keep the segment until the stream is performed."""
@@ -112,27 +115,27 @@ class Segment:
     def scan(self, stream, state=None):
         """Returns (out, state after), filled once the stream is performed."""
         rows, heads, dim, _ = self.x.sizes
-        state = simt.array(self.x.state if state is None else state, F32, align=16)
+        state = devices.array(self.x.state if state is None else state, F32, align=16)
         out = Rows.poisoned(rows, heads, dim, gap=4, beyond=1)
         kda.kda_scan(stream, address(self.tiles), address(state), out.address, out.stride, *self.x.sizes)
         return out, state
 
     def package(self, stream):
         _, heads, dim, _ = self.x.sizes
-        m, d = (simt.empty((heads, dim, dim), F32, align=16) for _ in range(2))
+        m, d = (devices.empty((heads, dim, dim), F32, align=16) for _ in range(2))
         kda.kda_package(stream, address(self.tiles), address(m), address(d), *self.x.sizes)
         return m, d
 
     def package_d(self, stream):
         _, heads, dim, _ = self.x.sizes
-        d = simt.empty((heads, dim, dim), F32, align=16)
+        d = devices.empty((heads, dim, dim), F32, align=16)
         kda.kda_package_d(stream, address(self.tiles), address(d), *self.x.sizes)
         return d
 
 
 def scanned(x, state, order="forward"):
     """Prepared and run from `state`: (out, state after)."""
-    segment, stream = Segment(x), simt.SimtStream()
+    segment, stream = Segment(x), devices.Stream()
     out, state = segment.prepare(stream).scan(stream, state)
     performed(stream, order)
     return out, state
@@ -140,7 +143,7 @@ def scanned(x, state, order="forward"):
 
 def packaged(x):
     """(m, d) of prepared rows."""
-    segment, stream = Segment(x), simt.SimtStream()
+    segment, stream = Segment(x), devices.Stream()
     package = segment.prepare(stream).package(stream)
     performed(stream)
     return package
@@ -175,7 +178,7 @@ def check_prefill(stream, x: Inputs, order="forward", tolerance=TOLERANCE):
     out, state = segment.scan(stream)
     m, d = segment.package(stream)
     only_d = segment.package_d(stream)
-    composed = simt.array(x.state, F32, align=16)
+    composed = devices.array(x.state, F32, align=16)
     compose(stream, m, d, composed)
     performed(stream, order)
     assert np.isfinite(segment.tiles).all(), "kda_prepare left a tile unwritten"
@@ -192,17 +195,17 @@ def check_prefill(stream, x: Inputs, order="forward", tolerance=TOLERANCE):
 @simt.orders()
 @pytest.mark.parametrize("rows", ROWS)
 def test_chunks_equal_the_recurrence(rows, order):
-    check_prefill(simt.SimtStream(), make(rows), order)
+    check_prefill(devices.Stream(), make(rows), order)
 
 
 @pytest.mark.parametrize("rows", [1, 65])
 def test_chunks_equal_the_recurrence_at_the_model_s_width(rows):
-    check_prefill(simt.SimtStream(), make(rows, dim=128), "seed1")
+    check_prefill(devices.Stream(), make(rows, dim=128), "seed1")
 
 
 @simt.orders()
 def test_the_model_s_width_in_every_order(order):
-    check_prefill(simt.SimtStream(), make(66, dim=128), order)
+    check_prefill(devices.Stream(), make(66, dim=128), order)
 
 
 def test_a_cut_at_a_chunk_gives_the_same_bits():
@@ -222,7 +225,7 @@ def test_a_cut_at_a_chunk_gives_the_same_bits():
 )
 def test_a_gang_of_unequal_segments(bounds, order):
     """Each member's own state and rows, not only the last one's. The first sends its D only."""
-    x, stream = make(bounds[-1]), simt.SimtStream()
+    x, stream = make(bounds[-1]), devices.Stream()
     segments = [Segment(x.part(a, b)).prepare(stream) for a, b in itertools.pairwise(bounds)]
     zero = np.zeros_like(x.state)
     wanted, _ = naive.kda(x.q, x.k, x.v, x.g, x.beta, float(F32(x.scale)), zero)
@@ -230,7 +233,7 @@ def test_a_gang_of_unequal_segments(bounds, order):
     packages = [s.package(stream) for s in segments[1:-1]]
     performed(stream, order)
     for i, segment in enumerate(segments):
-        state = simt.array(first_d if i else zero, F32, align=16)
+        state = devices.array(first_d if i else zero, F32, align=16)
         for m, d in packages[: max(0, i - 1)]:
             compose(stream, m, d, state)
         performed(stream, order)
@@ -243,9 +246,9 @@ def test_a_gang_of_unequal_segments(bounds, order):
 
 def test_packages_compose_in_order_only():
     """Later ones on the left, and a dropped M, a swapped product or a swapped pair is far outside the tolerance."""
-    x, stream = make(140), simt.SimtStream()
+    x, stream = make(140), devices.Stream()
     (m1, d1), (m2, d2) = packaged(x.part(0, 70)), packaged(x.part(70, 140))
-    right, swapped = (simt.array(x.state, F32, align=16) for _ in range(2))
+    right, swapped = (devices.array(x.state, F32, align=16) for _ in range(2))
     for state, order in ((right, ((m1, d1), (m2, d2))), (swapped, ((m2, d2), (m1, d1)))):
         for m, d in order:
             compose(stream, m, d, state)
@@ -258,10 +261,10 @@ def test_packages_compose_in_order_only():
 
 def test_m_counts_when_nothing_decays():
     """Gates near 0 over 520 tokens: nothing is forgotten, and what came in is the larger part of what goes out."""
-    x, stream = make(520, gate=-1e-7), simt.SimtStream()
+    x, stream = make(520, gate=-1e-7), devices.Stream()
     large = Inputs(x.q, x.k, x.v, x.g, x.beta, exact(100 * x.state))
     m, d = packaged(x)
-    composed = simt.array(large.state, F32, align=16)
+    composed = devices.array(large.state, F32, align=16)
     compose(stream, m, d, composed)
     performed(stream)
     out, state = scanned(large, large.state)
@@ -275,9 +278,9 @@ def test_m_counts_when_nothing_decays():
 
 def test_no_rows():
     """A segment of no rows is the identity, and its scan leaves the state alone."""
-    x, stream = make(1), simt.SimtStream()
-    m, d = (simt.empty(x.state.shape, F32, align=16) for _ in range(2))
-    state = simt.array(x.state, F32, align=16)
+    x, stream = make(1), devices.Stream()
+    m, d = (devices.empty(x.state.shape, F32, align=16) for _ in range(2))
+    state = devices.array(x.state, F32, align=16)
     sizes = (0, *x.sizes[1:])
     kda.kda_package(stream, 0, address(m), address(d), *sizes)
     kda.kda_scan(stream, 0, address(state), 0, 0, *sizes)
@@ -309,7 +312,7 @@ def test_identical_keys_stay_finite_and_right(g, rows, dim):
         exact(np.full((rows, HEADS), 1 / (1 + np.exp(-8.0)))),
         one.state,
     )
-    check_prefill(simt.SimtStream(), x, tolerance=LONG_TOLERANCE)
+    check_prefill(devices.Stream(), x, tolerance=LONG_TOLERANCE)
 
 
 def test_correlated_keys_stay_finite_and_right():
@@ -317,7 +320,69 @@ def test_correlated_keys_stay_finite_and_right():
     x = make(rows)
     k = unit(rng.standard_normal((1, HEADS, 32)) + 0.05 * rng.standard_normal(x.k.shape))
     g = -0.03 * (1 + 0.1 * rng.standard_normal(x.g.shape))
-    check_prefill(simt.SimtStream(), Inputs(x.q, rounded(k), x.v, exact(g), x.beta, x.state), tolerance=LONG_TOLERANCE)
+    check_prefill(devices.Stream(), Inputs(x.q, rounded(k), x.v, exact(g), x.beta, x.state), tolerance=LONG_TOLERANCE)
+
+
+def plain_f32(x: Inputs):
+    """(out, state after) of the recurrence, token by token in f32: what its precision costs in so long a chain."""
+    q, k, v, g, beta = (a.astype(F32) for a in (x.q, x.k, x.v, x.g, x.beta))
+    state, out = x.state.astype(F32), np.empty(x.v.shape, F32)
+    for t in range(len(k)):
+        state = np.exp(g[t])[:, :, None] * state
+        update = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * update[:, None, :]
+        out[t] = np.einsum("hkv,hk->hv", state, q[t] * F32(x.scale))
+    return out, state
+
+
+def identical(rows):
+    one = make(1)
+    return Inputs(
+        *(np.repeat(a, rows, axis=0) for a in (one.q, one.k, one.v)),
+        exact(np.full((rows, HEADS, 32), gate_of(-12.0))),
+        exact(np.full((rows, HEADS), 1 / (1 + np.exp(-8.0)))),
+        one.state,
+    )
+
+
+def correlated(rows):
+    x, rng = make(rows), np.random.default_rng(2)
+    k = unit(rng.standard_normal((1, HEADS, 32)) + 0.05 * rng.standard_normal(x.k.shape))
+    g = -0.03 * (1 + 0.1 * rng.standard_normal(x.g.shape))
+    return Inputs(x.q, rounded(k), x.v, exact(g), x.beta, x.state)
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [(identical, 16_384), (correlated, 8_192)])
+def test_the_recipes_at_their_full_length(recipe, rows):
+    """16,384 identical keys; 8,192 correlated ones. At most twice as far off as the plain recurrence in f32."""
+    x = recipe(rows)
+    (wanted, wanted_state), (plain, plain_state) = x.wanted, plain_f32(x)
+    out, state = scanned(x, x.state)
+
+    def error(got):
+        return np.sqrt(np.mean((got - wanted_state) ** 2, (1, 2)) / np.mean(wanted_state**2, (1, 2)))
+
+    assert np.isfinite(state).all()
+    assert (error(state) <= 2 * error(plain_state) + TOLERANCE).all(), (error(state), error(plain_state))
+    off = np.abs(plain - wanted).max() / np.abs(wanted).max()
+    assert_out_near(out, wanted, 2 * off + 1e-5)
+
+
+def test_a_chain_of_packages_without_decay():
+    """Five uneven segments, gates near 0: M carries everything, through every link, and a dropped one is far off."""
+    x, stream = make(330, gate=-1e-7), devices.Stream()
+    bounds = (0, 64, 65, 200, 263, 330)
+    parts = [x.part(a, b) for a, b in itertools.pairwise(bounds)]
+    packages = [packaged(part) for part in parts]
+    composed, without = (devices.array(x.state, F32, align=16) for _ in range(2))
+    for i, (m, d) in enumerate(packages):
+        compose(stream, m, d, composed)
+        if i != 2:
+            compose(stream, m, d, without)
+    performed(stream)
+    assert_near(composed, x.wanted[1], LONG_TOLERANCE)
+    with pytest.raises(AssertionError):
+        assert_near(without, x.wanted[1], 0.1)
 
 
 @pytest.mark.parametrize("where", [0, 3, 4, 17, 31, 32, 63])
@@ -327,12 +392,12 @@ def test_one_token_that_forgets_everything(where):
     g = x.g.copy()
     g[where, 0] = -6400.0
     g[where, 1, ::2] = -np.inf
-    check_prefill(simt.SimtStream(), Inputs(x.q, x.k, x.v, g, x.beta, x.state))
+    check_prefill(devices.Stream(), Inputs(x.q, x.k, x.v, g, x.beta, x.state))
 
 
 def test_small_gates_are_not_rounded_alike():
     """exp(-6e-6) is rounded the same way each time: products of it drift, exps of sums do not."""
-    check_prefill(simt.SimtStream(), make(260, gate=-6e-6), tolerance=LONG_TOLERANCE)
+    check_prefill(devices.Stream(), make(260, gate=-6e-6), tolerance=LONG_TOLERANCE)
 
 
 # ---- gate, beta ---------------------------------------------------------------------------------------------------
@@ -342,8 +407,8 @@ def check_gate(stream, rows=5, heads=3, dim=33, order="forward"):
     rng = np.random.default_rng(rows)
     f = Rows(np.concatenate([rng.standard_normal((rows - 1, heads, dim)) * 10, [rng.uniform(-99, 99, (heads, dim))]]),
              F32, gap=3, beyond=1)  # fmt: skip
-    a_log = simt.array(np.log([0.01, 1, 16])[:heads], F32)
-    bias = simt.array(rng.standard_normal((heads, dim)), F32)
+    a_log = devices.array(np.log([0.01, 1, 16])[:heads], F32)
+    bias = devices.array(rng.standard_normal((heads, dim)), F32)
     wanted = naive.kda_gate(f.values, a_log, bias)
     kda.kda_gate(stream, f.address, f.stride, address(a_log), address(bias), rows, heads, dim)
     performed(stream, order)
@@ -363,13 +428,13 @@ def check_beta(stream, rows=89, heads=3, order="forward"):
 @simt.orders()
 @pytest.mark.parametrize(("rows", "dim"), [(1, 1), (5, 33), (2, 128)])
 def test_gate(rows, dim, order):
-    check_gate(simt.SimtStream(), rows, 3, dim, order)
+    check_gate(devices.Stream(), rows, 3, dim, order)
 
 
 @simt.orders()
 @pytest.mark.parametrize("rows", [1, 85, 86])
 def test_beta(rows, order):
-    check_beta(simt.SimtStream(), rows, 3, order)
+    check_beta(devices.Stream(), rows, 3, order)
 
 
 # ---- decode -------------------------------------------------------------------------------------------------------
@@ -380,8 +445,8 @@ def check_decode(stream, dim=32, order="forward", out_is_v=False):
     q, k, v = (Rows(a, gap=6, beyond=1) for a in (x.q, x.k, x.v))
     g, beta = (Rows(a, F32, gap=5, beyond=1) for a in (x.g, x.beta))
     before = np.random.default_rng(3).standard_normal((7, *x.state.shape)).astype(F32)
-    states = simt.array(before, F32)
-    slots = simt.array([5, 0, 6, 2], np.int64)
+    states = devices.array(before, F32)
+    slots = devices.array([5, 0, 6, 2], np.int64)
     out = v if out_is_v else Rows.poisoned(*x.v.shape, gap=4, beyond=1)
     kda.kda_decode(
         stream,
@@ -403,18 +468,18 @@ def check_decode(stream, dim=32, order="forward", out_is_v=False):
 @simt.orders()
 @pytest.mark.parametrize("dim", [32, 128])
 def test_decode(dim, order):
-    check_decode(simt.SimtStream(), dim, order)
+    check_decode(devices.Stream(), dim, order)
 
 
 def test_decode_in_the_place_of_v():
-    check_decode(simt.SimtStream(), out_is_v=True)
+    check_decode(devices.Stream(), out_is_v=True)
 
 
 def test_decode_continues_a_prefill():
-    x, stream = make(66), simt.SimtStream()
+    x, stream = make(66), devices.Stream()
     _, state = scanned(x.part(0, 65), x.state)
     last = Segment(x.part(65, 66))
-    out, slots = Rows.poisoned(1, *x.v.shape[1:]), simt.zeros(1, np.int64)
+    out, slots = Rows.poisoned(1, *x.v.shape[1:]), devices.zeros(1, np.int64)
     kda.kda_decode(
         stream,
         *(last.q.address, 0, last.k.address, 0, last.v.address, 0, last.g.address, 0, last.beta.address, 0, x.scale),
@@ -441,7 +506,7 @@ def check_far(folder, stream):
         if name != "out":
             values = getattr(near, name).values
             far[name][:, : values[0].size] = values.reshape(rows, -1)
-    state = simt.array(x.state, F32, align=16)
+    state = devices.array(x.state, F32, align=16)
     kda.kda_prepare(
         stream,
         *(y for name in ("q", "k", "v", "g", "beta") for y in (address(far[name]), FAR)),
@@ -467,12 +532,13 @@ def check_far(folder, stream):
 def test_rows_2_31_values_apart(tmp_path, kernel, inside, old):
     check = functools.partial(check_far, tmp_path)
     change = {"old": old, "new": f"((({old}) << 32) >> 32)", "inside": inside}
-    assert_caught(check, simt.SimtStream(), KERNELS[kernel], simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), KERNELS[kernel], simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 32), (0, 0)])
 def test_a_head_width_without_kernels_is_refused(key_dim, value_dim):
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     for op, count in ((kda.kda_package_d, 2), (kda.kda_scan, 4)):
         with pytest.raises(ShapeError, match=r"K = V in \[32, 128\]"):
             op(stream, *([0] * count), 1, 1, key_dim, value_dim)
@@ -480,6 +546,7 @@ def test_a_head_width_without_kernels_is_refused(key_dim, value_dim):
         kda.kda_tiles_bytes(1, 1, key_dim, value_dim)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.slow  # `make kernels` reports the same of every kernel
 @chips
 @pytest.mark.parametrize("name", sorted(name for name in KERNELS if name.startswith("kda_")))
@@ -487,6 +554,7 @@ def test_no_stack_and_no_spills(name, arch):
     assert_compact(KERNELS[name], [], arch)
 
 
+@pytest.mark.no_gpu
 def test_blocks_fit_a_multiprocessor():
     """99 KB is what a block may have on every chip from sm_80."""
     for name, kernel in KERNELS.items():
@@ -501,6 +569,7 @@ def prefill_of_130(stream):
     check_prefill(stream, make(130), "seed1")
 
 
+@seeds(kda.WIDTHS[32].prepare)
 @changes(
     {"old": "decayed *= s_alpha[slot]", "new": "pass"},
     {"old": "cuda.syncthreads()", "new": "pass", "nth": 0},
@@ -518,9 +587,10 @@ def prefill_of_130(stream):
     quick=1,
 )
 def test_mistakes_in_prepare(change):
-    assert_caught(prefill_of_130, simt.SimtStream(), kda.WIDTHS[32].prepare, simt.SimtError, **change)
+    assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].prepare, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].scan)
 @changes(
     {"old": "cuda.syncthreads()", "new": "pass", "inside": "await_rows_block"},
     {"old": "state[r, c] *= decay", "new": "pass"},
@@ -531,9 +601,10 @@ def test_mistakes_in_prepare(change):
     quick=1,
 )
 def test_mistakes_in_scan(change):
-    assert_caught(prefill_of_130, simt.SimtStream(), kda.WIDTHS[32].scan, simt.SimtError, **change)
+    assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].scan, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].package)
 @changes(
     {"old": "x[r, c] *= decay", "new": "pass"},
     {"old": "cuda.syncthreads()", "new": "pass", "inside": "await_rows_block"},
@@ -542,9 +613,10 @@ def test_mistakes_in_scan(change):
     quick=1,
 )
 def test_mistakes_in_package(change):
-    assert_caught(prefill_of_130, simt.SimtStream(), kda.WIDTHS[32].package, simt.SimtError, **change)
+    assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].package, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].compose)
 @changes(
     {  # S M for M S
         "old": "g_left, g_right = g_m, g_state",
@@ -555,9 +627,10 @@ def test_mistakes_in_package(change):
     quick=1,
 )
 def test_mistakes_in_compose(change):
-    assert_caught(prefill_of_130, simt.SimtStream(), kda.WIDTHS[32].compose, simt.SimtError, **change)
+    assert_caught(prefill_of_130, devices.Stream(), kda.WIDTHS[32].compose, simt.SimtError, **change)
 
 
+@seeds(kda.WIDTHS[32].decode)
 @changes(
     {"old": "* s_alpha[warp_rows * warp + r]", "new": ""},
     {"old": "cuda.syncthreads()", "new": "pass", "nth": 1},
@@ -571,9 +644,10 @@ def test_mistakes_in_decode(change):
         for order in ("forward", "reverse"):
             check_decode(stream, order=order)
 
-    assert_caught(check, simt.SimtStream(), kda.WIDTHS[32].decode, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), kda.WIDTHS[32].decode, simt.SimtError, **change)
 
 
+@seeds(kda.kda_gate_kernel)
 @changes(
     {"old": "math.exp(-abs(r))", "new": "math.exp(r)"},
     {"old": "g_a_log[i_head]", "new": "g_a_log[0]"},
@@ -582,13 +656,14 @@ def test_mistakes_in_decode(change):
     quick=1,
 )
 def test_mistakes_in_gate(change):
-    assert_caught(check_gate, simt.SimtStream(), kda.kda_gate_kernel, simt.SimtError, **change)
+    assert_caught(check_gate, devices.Stream(), kda.kda_gate_kernel, simt.SimtError, **change)
 
 
+@seeds(kda.kda_beta_kernel)
 @changes(
     {"old": "x < rows * heads", "new": "x <= rows * heads"},
     {"old": "* b_stride", "new": "* heads"},
     quick=1,
 )
 def test_mistakes_in_beta(change):
-    assert_caught(check_beta, simt.SimtStream(), kda.kda_beta_kernel, simt.SimtError, **change)
+    assert_caught(check_beta, devices.Stream(), kda.kda_beta_kernel, simt.SimtError, **change)

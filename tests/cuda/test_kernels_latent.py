@@ -7,13 +7,16 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
+from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_bf16_near, assert_compact, chips, draw, performed, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.errors import ShapeError
 from whalez.ops.latent import cuda as latent
 from whalez.ops.latent.naive import naive_latent_append, naive_latent_gather, naive_latent_norm
 from whalez.ops.norm.cuda import rms_norm_kernel
 from whalez.testing import simt
+
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu
 
 COUNTS = [1, 2, 3, 63, 64, 65, 113]
 SPARE_PAGES = 3  # in the pool, of no sequence
@@ -23,7 +26,7 @@ def page_table(rng, count, page):
     """Enough pages for `count` rows, in no order; behind them numbers that must not be looked at."""
     pages_count = -(-count // page)
     pages = rng.permutation(pages_count + SPARE_PAGES)[:pages_count]
-    return simt.array(np.concatenate([pages, [2**31 - 1]]), np.int32), pages_count
+    return devices.array(np.concatenate([pages, [2**31 - 1]]), np.int32), pages_count
 
 
 def any_bits(rng, *shape):
@@ -37,7 +40,7 @@ def check_pages(count, width=12, gap=0, start=0, page=64, order="forward", strea
     rows = Rows(any_bits(rng, count, width), gap=gap)
     wanted = pool.values.copy()
     naive_latent_append(rows.values.view(np.uint16), wanted.view(np.uint16), pages, start)
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     latent.latent_append(
         stream, rows.address, rows.stride, pool.address, pages.ctypes.data, pages_count, start, count, page, width
     )
@@ -56,7 +59,7 @@ def check_pages(count, width=12, gap=0, start=0, page=64, order="forward", strea
 
 def check_decode(requests, width=12, gap=0, page=4, order="forward", stream=None):
     rng = np.random.default_rng(requests)
-    positions = simt.array(rng.integers(0, 3 * page, requests), np.int64)
+    positions = devices.array(rng.integers(0, 3 * page, requests), np.int64)
     table = Rows(rng.permutation(3 * requests + SPARE_PAGES)[: 3 * requests].reshape(requests, 3), np.int32, gap=2)
     pool = Rows.poisoned(3 * requests + SPARE_PAGES, page, width)
     rows = Rows(any_bits(rng, requests, width), gap=gap)
@@ -64,7 +67,7 @@ def check_decode(requests, width=12, gap=0, page=4, order="forward", stream=None
     for b in range(requests):
         one = rows.values[b : b + 1].view(np.uint16)
         naive_latent_append(one, wanted.view(np.uint16), table.values[b], int(positions[b]))
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     latent.latent_append_decode(
         stream, rows.address, rows.stride, pool.address, table.address, table.stride, positions.ctypes.data,
         requests, page, width,
@@ -79,7 +82,7 @@ def check_norm(rows, rank, shared, gap=0, order="forward", stream=None):
     weight = Rows(1 + 0.1 * rng.standard_normal((1, rank)), np.float32)
     wanted = naive_latent_norm(c.values.astype(float), weight.values[0], 1e-6)
     before = c.values[:, rank:].tobytes()
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     latent.latent_norm(stream, c.address, c.stride, weight.address, 1e-6, rows, rank)
     performed(stream, order)
     assert_bf16_near(c.values[:, :rank], wanted[:, :rank])
@@ -115,8 +118,9 @@ def test_any_start(page, start, count):
     check_pages(count, start=start, page=page)
 
 
+@pytest.mark.no_gpu
 def test_rows_without_room_are_refused_before_a_launch():
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     for start, count in ((0, 17), (10, 7), (-1, 2), (3, -1)):
         with pytest.raises(ShapeError, match=r"16 rows of 2 pages"):
             latent.latent_append(stream, 0, 8, 0, 0, 2, start, count, 8, 8)
@@ -133,7 +137,7 @@ class FarPages:
 
     def __init__(self, folder):
         self.pool = sparse(folder / "pool", 60_000, 64 * 576)
-        self.pages = simt.array([59_999, 3], np.int32)
+        self.pages = devices.array([59_999, 3], np.int32)
         self.rows = Rows(any_bits(np.random.default_rng(0), 2, 576))
 
     def check(self, stream):
@@ -149,7 +153,7 @@ class FarPages:
 
     def check_decode(self, stream):
         self.pool[59_999] = 0
-        at, positions = self.pool.ctypes.data, simt.array([63], np.int64)
+        at, positions = self.pool.ctypes.data, devices.array([63], np.int64)
         latent.latent_append_decode(
             stream, self.rows.address, 576, at, self.pages.ctypes.data, 2, positions.ctypes.data, 1, 64, 576
         )
@@ -163,10 +167,11 @@ def test_pages_behind_2_31_elements(tmp_path, op):
     kernel = getattr(latent, f"latent_{op}_kernel")
     check = far.check_decode if op == "append_decode" else far.check
     assert_caught(
-        check, simt.SimtStream(), kernel, simt.SimtError, old="kept * width", new="(((kept * width) << 32) >> 32)"
+        check, devices.Stream(), kernel, simt.SimtError, old="kept * width", new="(((kept * width) << 32) >> 32)"
     )
 
 
+@seeds(latent.latent_append_kernel, latent.latent_gather_kernel)
 @pytest.mark.parametrize("op", ["append", "gather"])
 @changes(
     {"old": "i_row < count", "new": "i_row <= count"},
@@ -185,9 +190,10 @@ def test_mistakes_in_append_and_gather_are_caught(op, change):
         check_pages(9, 264, gap=8, start=3, page=4, stream=stream)
 
     kernel = latent.latent_append_kernel if op == "append" else latent.latent_gather_kernel
-    assert_caught(check, simt.SimtStream(), kernel, simt.SimtError, **{**change, "inside": inside})
+    assert_caught(check, devices.Stream(), kernel, simt.SimtError, **{**change, "inside": inside})
 
 
+@seeds(latent.latent_append_decode_kernel)
 @changes(
     {"old": "i_row * pages_stride", "new": "0"},
     {"old": "g_positions[i_row]", "new": "g_positions[0]"},
@@ -196,7 +202,7 @@ def test_mistakes_in_append_and_gather_are_caught(op, change):
 def test_mistakes_in_append_decode_are_caught(change):
     assert_caught(
         lambda s: check_decode(9, stream=s),
-        simt.SimtStream(),
+        devices.Stream(),
         latent.latent_append_decode_kernel,
         simt.SimtError,
         **change,
@@ -205,11 +211,10 @@ def test_mistakes_in_append_decode_are_caught(change):
 
 def test_a_norm_that_reaches_into_the_shared_keys_is_caught():
     change = {"old": "i < width", "new": "i < width + 1", "nth": 0}
-    assert_caught(
-        lambda s: check_norm(2, 37, 3, stream=s), simt.SimtStream(), rms_norm_kernel, simt.SimtError, **change
-    )
+    assert_caught(lambda s: check_norm(2, 37, 3, stream=s), devices.Stream(), rms_norm_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(
     ("kernel", "accesses"),

@@ -9,12 +9,15 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
+from helpers import devices
 from helpers.device_rows import BF16, Rows, assert_compact, chips, performed, rounded, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.errors import ShapeError
 from whalez.ops.lse import cuda as lse
 from whalez.ops.lse.naive import naive_lse_merge
 from whalez.testing import simt
+
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu
 
 NEG = -np.inf
 DTYPES = [np.float32, BF16]
@@ -70,7 +73,7 @@ def check_finalise(tokens, heads, value_dim, gap=0, order="forward", stream=None
     values[0, 0] = np.nan
     acc, acc_lse = Rows(values, np.float32, gap=gap), Rows(mass, np.float32)
     out = Rows.poisoned(tokens, heads, value_dim, gap=gap + 4, beyond=1)
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     lse.lse_finalise(
         stream, acc.address, acc.stride, acc_lse.address, out.address, out.stride, tokens, heads, value_dim
     )
@@ -84,7 +87,7 @@ def check_finalise(tokens, heads, value_dim, gap=0, order="forward", stream=None
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_token_count(tokens, dtype, order):
-    Sides.drawn(tokens, 3, 20, dtype, 4).check(simt.SimtStream(), order)
+    Sides.drawn(tokens, 3, 20, dtype, 4).check(devices.Stream(), order)
     check_finalise(tokens, 3, 20, 4, order)
 
 
@@ -92,7 +95,7 @@ def test_any_token_count(tokens, dtype, order):
 @pytest.mark.parametrize(("heads", "value_dim", "gap"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_shape(heads, value_dim, gap, dtype, order):
-    Sides.drawn(2, heads, value_dim, dtype, gap).check(simt.SimtStream(), order)
+    Sides.drawn(2, heads, value_dim, dtype, gap).check(devices.Stream(), order)
     check_finalise(2, heads, value_dim, gap, order)
 
 
@@ -127,7 +130,7 @@ def far_or_empty(left, right, dtype, width):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 5])
 def test_far_and_empty_sides(left, right, dtype, width):
-    far_or_empty(left, right, dtype, width).check(simt.SimtStream())
+    far_or_empty(left, right, dtype, width).check(devices.Stream())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -137,13 +140,13 @@ def test_the_first_part_keeps_its_bits(dtype, width):
     part, part_lse = rng.standard_normal((5, 3, width)), rng.standard_normal((5, 3))
     part[0, 0, 0] = -0.0
     sides = Sides(np.full_like(part, np.nan), np.full_like(part_lse, NEG), part, part_lse, dtype)
-    sides.merge(simt.SimtStream())
+    sides.merge(devices.Stream())
     first = sides.part.values.astype(np.float32).tobytes()
     assert sides.acc.values.tobytes() == first
     assert sides.acc_lse.values.tobytes() == sides.part_lse.values.tobytes()
     sides.part.flat[:] = np.nan
     sides.part_lse.flat[:] = NEG
-    sides.merge(simt.SimtStream())
+    sides.merge(devices.Stream())
     assert sides.acc.values.tobytes() == first
 
 
@@ -167,14 +170,14 @@ def test_bases_over_long_prefix_and_short_suffix(prefix):
     tail, tail_lse = softmax_part(scores[:, prefix:], values[prefix:])
 
     natural = Sides(head, head_lse, tail, tail_lse)
-    natural.merge(simt.SimtStream())
+    natural.merge(devices.Stream())
     np.testing.assert_allclose(natural.acc.values, wanted, rtol=0, atol=2e-6)
     np.testing.assert_allclose(natural.acc_lse.values, wanted_lse, rtol=1e-6)
     binary = Sides(head, head_lse, tail, tail_lse / math.log(2))
-    binary.merge(simt.SimtStream(), part_base=2.0)
+    binary.merge(devices.Stream(), part_base=2.0)
     np.testing.assert_allclose(binary.acc.values, wanted, rtol=0, atol=5e-6)
     mistaken = Sides(head, head_lse, tail, tail_lse / math.log(2))
-    mistaken.merge(simt.SimtStream())
+    mistaken.merge(devices.Stream())
     assert np.abs(mistaken.acc.values - wanted).max() > 0.05
 
 
@@ -184,7 +187,7 @@ def test_a_constant_survives_a_long_fold(dtype):
     rng = np.random.default_rng(1)
     value = np.broadcast_to(rounded(rng.standard_normal(4))[None, :, None], (2, 4, 8))
     sides = Sides(np.full((2, 4, 8), np.nan), np.full((2, 4), NEG), value, rng.standard_normal((2, 4)), dtype)
-    total, stream = np.full((2, 4), NEG), simt.SimtStream()
+    total, stream = np.full((2, 4), NEG), devices.Stream()
     for _ in range(60):
         sides.part_lse.flat[:] = rng.uniform(-3, 3, 8)
         total = np.logaddexp(total, sides.part_lse.values.astype(float))
@@ -193,8 +196,9 @@ def test_a_constant_survives_a_long_fold(dtype):
     np.testing.assert_allclose(sides.acc_lse.values, total, rtol=1e-6)
 
 
+@pytest.mark.no_gpu
 def test_another_base_is_refused_before_a_launch():
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     with pytest.raises(ShapeError, match="part_base"):
         lse.lse_merge(stream, 0, 0, 0, 0, 0, 0, 1, 1, 4, part_is_bf16=False, part_base=10.0)
     lse.lse_merge(stream, 0, 0, 0, 0, 0, 0, 0, 1, 4, part_is_bf16=False)
@@ -238,10 +242,11 @@ def far_finalise(folder, stream):
 )
 def test_rows_behind_2_31_elements(tmp_path, kernel, check, old):
     wrapped = f"((({old}) << 32) >> 32)"
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     assert_caught(lambda s: check(tmp_path, s), stream, kernel, simt.SimtError, old=old, new=wrapped)
 
 
+@seeds(lse.lse_merge_f32_kernel, lse.lse_merge_bf16_kernel)
 @pytest.mark.parametrize("dtype", DTYPES)
 @changes(
     {"old": " * to_natural", "new": ""},
@@ -270,9 +275,10 @@ def test_mistakes_in_merge_are_caught(dtype, change):
             far_or_empty(left, right, dtype, 8).check(stream)
 
     kernel = lse.lse_merge_bf16_kernel if dtype == BF16 else lse.lse_merge_f32_kernel
-    assert_caught(check, simt.SimtStream(), kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), kernel, simt.SimtError, **change)
 
 
+@seeds(lse.lse_finalise_kernel)
 @changes(
     {"old": "f32(0.0) if is_empty else t_acc[j]", "new": "t_acc[j]"},
     {"old": "f32(0.0) if is_empty else g_acc", "new": "g_acc"},
@@ -286,9 +292,10 @@ def test_mistakes_in_finalise_are_caught(change):
         check_finalise(2, 9, 4, stream=stream)
         check_finalise(2, 1, 37, stream=stream)
 
-    assert_caught(check, simt.SimtStream(), lse.lse_finalise_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), lse.lse_finalise_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(
     ("kernel", "accesses"),

@@ -4,15 +4,18 @@ Tolerance: results that pass through bf16 weights may be off by twice what a pla
 is off, and one rounding unit of the result; lse, which is f32 throughout, as on the host.
 """
 
+import itertools
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("numba.cuda")
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
-from helpers.mutate import MutantStream, assert_caught, mutate
+from helpers import devices
+from helpers.mutate import MutantStream, assert_caught, changes, mutate, seeds
 from whalez.errors import ShapeError
 from whalez.ops.device.compile import compile_cubin, resource_usage, sass_opcodes
 from whalez.ops.device.kernel import KERNELS
@@ -36,6 +39,8 @@ from whalez.ops.mla.naive import naive_mla_attend, naive_mla_decode
 from whalez.testing import simt
 from whalez.testing.simt import emulation
 
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu
+
 BF16 = ml_dtypes.bfloat16
 FULL, SMALL = (128, 64, 128), (32, 16, 32)
 LATENT = RANK + 64
@@ -53,7 +58,7 @@ def draw(rng, *shape):
 
 def bits(x, align=16):
     """Guarded bf16 copy of values that bf16 holds."""
-    return simt.array(np.asarray(x).astype(np.float32).astype(BF16).view(np.uint16), align=align)
+    return devices.array(np.asarray(x).astype(np.float32).astype(BF16).view(np.uint16), align=align)
 
 
 def floats(array):
@@ -121,14 +126,14 @@ class Attend:
         latent = np.full((s, 8 + self.kr.shape[1]), np.nan)  # kr is columns of longer rows
         latent[:, 8:] = self.kr
         q, kv, latent = bits(self.q, 4), bits(self.kv), bits(latent)
-        out = simt.empty((t, heads, self.dims[2]), np.uint16 if self.out_bf16 else np.float32, 4)
-        lse = simt.empty((t, heads))
+        out = devices.empty((t, heads, self.dims[2]), np.uint16 if self.out_bf16 else np.float32, 4)
+        lse = devices.empty((t, heads))
         mla_attend(
             stream, at(q), at(kv), at(latent) + 16, at(out), at(lse), queries=t, keys=s, heads=heads, dims=self.dims,
             q_start=self.q_start, causal=self.causal, scale=self.scale, out_bf16=self.out_bf16,
             kr_row=latent.shape[1],
         )  # fmt: skip
-        simt.run_queues([stream], order=self.order)
+        devices.run_queues([stream], order=self.order)
         return floats(out), floats(lse)
 
     def check(self, stream):
@@ -157,7 +162,7 @@ class Attend:
     ],
 )
 def test_attend_small(t, s, heads, q_start, causal, order):
-    Attend.draw(SMALL, t, s, heads, q_start, causal, out_bf16=t % 2 == 1, order=order).check(simt.SimtStream())
+    Attend.draw(SMALL, t, s, heads, q_start, causal, out_bf16=t % 2 == 1, order=order).check(devices.Stream())
 
 
 @simt.orders()
@@ -173,7 +178,7 @@ def test_attend_small(t, s, heads, q_start, causal, order):
 )
 def test_attend_at_the_dims_of_kimi_linear(t, s, q_start, causal, order):
     out_bf16 = order in ("forward", "seed1")
-    Attend.draw(FULL, t, s, 2 - t // 100, q_start, causal, out_bf16=out_bf16, order=order).check(simt.SimtStream())
+    Attend.draw(FULL, t, s, 2 - t // 100, q_start, causal, out_bf16=out_bf16, order=order).check(devices.Stream())
 
 
 @pytest.mark.parametrize("turn", [1, -1])
@@ -182,7 +187,7 @@ def test_scores_far_apart(turn):
     case = Attend.draw(SMALL, 40, 300, 2, 260)
     case.kv[:, :, :32] = rounded(case.kv[:, :, :32] * np.linspace(0, 40, 300)[::turn, None, None])
     assert np.ptp(naive_mla_attend(case.q, case.kv, case.kr, 260, True, case.scale)[1]) > 60
-    case.check(simt.SimtStream())
+    case.check(devices.Stream())
 
 
 def uniform_case(dims, t, s, heads, **others):
@@ -196,7 +201,7 @@ def uniform_case(dims, t, s, heads, **others):
 @pytest.mark.parametrize(("dims", "t", "s"), [(SMALL, 17, 4113), (FULL, 33, 333)])
 def test_uniform_keys_give_the_value_exactly(dims, t, s):
     case = uniform_case(dims, t, s, 3)
-    out, lse = case.run(simt.SimtStream())
+    out, lse = case.run(devices.Stream())
     np.testing.assert_array_equal(out, np.broadcast_to(case.kv[:1, :, dims[0] :], out.shape))
     np.testing.assert_allclose(lse[-1], lse[0] + np.log(s / (s - t + 1)), rtol=1e-6)
 
@@ -207,13 +212,13 @@ def test_a_tail_of_nan_stays_outside():
     rows = np.full((64, 1, 64), np.nan)
     rows[:37] = case.kv
     kv, q, kr = bits(rows), bits(case.q), bits(case.kr)
-    out, lse = simt.empty((9, 1, 32)), simt.empty((9, 1))
-    stream = simt.SimtStream()
+    out, lse = devices.empty((9, 1, 32)), devices.empty((9, 1))
+    stream = devices.Stream()
     mla_attend(
         stream, at(q), at(kv), at(kr), at(out), at(lse), queries=9, keys=37, heads=1, dims=SMALL, q_start=0,
         causal=False, scale=case.scale,
     )  # fmt: skip
-    simt.run_queues([stream])
+    devices.run_queues([stream])
     np.testing.assert_array_equal(out, case.run(stream)[0])
 
 
@@ -230,10 +235,7 @@ class Deep:
             ("q", 192 * self.HEADS, self.KEYS, np.uint16),
             ("out", 128 * self.HEADS, self.KEYS, np.float32),
         ):
-            path = folder / name
-            space = np.memmap(path, dtype, "w+", shape=(rows, self.STRIDE * row))  # sparse
-            path.unlink()
-            self.spaces[name] = space[:, :row]
+            self.spaces[name] = devices.sparse(folder / name, rows, self.STRIDE * row, dtype)[:, :row]
 
     def check(self, stream):
         first = self.KEYS - self.QUERIES
@@ -248,13 +250,13 @@ class Deep:
         kv, kr, q, out = (self.spaces[name] for name in ("kv", "kr", "q", "out"))
         q, out = q[first:], out[first:]
         out[:] = np.nan
-        lse = simt.empty((self.QUERIES, self.HEADS))
+        lse = devices.empty((self.QUERIES, self.HEADS))
         mla_attend(
             stream, at(q), at(kv), at(kr), at(out), at(lse), queries=self.QUERIES, keys=self.KEYS, heads=self.HEADS,
             dims=FULL, q_start=first, causal=True, scale=0.125, kv_row=kv.strides[0] // 2,
             kr_row=kr.strides[0] // 2, q_row=q.strides[0] // 2, out_row=out.strides[0] // 4,
         )  # fmt: skip
-        simt.run_queues([stream])
+        devices.run_queues([stream])
         want = np.broadcast_to(values[:, None], (self.QUERIES, self.HEADS, 128))
         np.testing.assert_array_equal(out.reshape(want.shape), want)
 
@@ -265,7 +267,108 @@ def test_depth_of_260_000_tokens(tmp_path):
     assert deep.spaces["kv"].strides[0] // 2 * (deep.KEYS - 1) > 1 << 32
     kernel = ATTEND_TILES[FULL][1]
     change = {"inside": "copy_rows_block", "old": "row * row_bytes", "new": "int32(row * row_bytes)"}
-    assert_caught(deep.check, simt.SimtStream(), kernel, simt.SimtError, **change)
+    assert_caught(deep.check, devices.Stream(), kernel, simt.SimtError, **change)
+
+
+def fill(device, address, pattern, count):
+    """`count` copies of a row of bf16 bits in device memory."""
+    rows = np.broadcast_to(pattern, (min(count, 2048), *pattern.shape)).copy()
+    for first in range(0, count, len(rows)):
+        part = rows[: count - first]
+        device.driver.cuMemcpyHtoD(address + first * pattern.nbytes, part.ctypes.data, part.nbytes)
+
+
+def whole_depth(device, tokens, heads, run):
+    """Attention over `tokens` equal keys, in device memory: every output of every token must be its head's value.
+
+    run: performs a stream that was told of the launch
+    """
+    nope, shared, value = FULL
+    values = rounded(np.linspace(-3, 3, heads))
+    kv_row, q_row = np.empty((heads, nope + value)), np.full((heads, nope + shared), rounded(0.7))
+    kv_row[:, :nope], kv_row[:, nope:] = rounded(0.3), values[:, None]
+    patterns = [np.asarray(row, np.float32).astype(BF16).view(np.uint16) for row in (q_row, kv_row)]
+    patterns.append(np.full(shared, rounded(0.3), np.float32).astype(BF16).view(np.uint16))
+    device.bind()
+    driver, taken = device.driver, []
+    out_row = heads * value * 4
+    try:
+        sizes = (*(pattern.nbytes * tokens for pattern in patterns), out_row * tokens, heads * 4 * tokens)
+        taken.extend(driver.cuMemAlloc(nbytes) for nbytes in sizes)
+        q, kv, kr, out, lse = map(int, taken)
+        for address, pattern in zip((q, kv, kr), patterns, strict=True):
+            fill(device, address, pattern, tokens)
+        driver.cuMemsetD8(out, 0xFF, out_row * tokens)
+        stream = devices.Stream()
+        mla_attend(
+            stream, q, kv, kr, out, lse, queries=tokens, keys=tokens, heads=heads, dims=FULL, q_start=0, causal=True,
+            scale=0.125,
+        )  # fmt: skip
+        run([stream])
+        want = np.repeat(values.astype(np.float32), value)
+        for first in range(0, tokens, 2048):
+            got = np.empty((min(2048, tokens - first), len(want)), np.float32)
+            driver.cuMemcpyDtoH(got.ctypes.data, out + first * out_row, got.nbytes)
+            np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape), err_msg=f"from token {first}")
+    finally:
+        for pointer in taken:
+            driver.cuMemFree(pointer)
+
+
+@pytest.mark.timeout(600)
+def test_depth_of_260_000_tokens_in_full(request, device):
+    """All of it on a GPU: 36 GB, 1e15 products. Without one, 70 tokens over the fake driver."""
+    with ExitStack() as stack:
+        if request.node.callspec.params["device"] == "gpu":
+            made, tokens, heads = request.getfixturevalue("gpu"), 260_000, 96
+            free, _ = made.device.driver.cuMemGetInfo()
+            if free < 40e9:
+                pytest.skip(f"260,000 tokens x 96 heads take 36 GB, {free / 1e9:.0f} GB are free")
+        else:
+            made, tokens, heads = devices.FakeGpu(stack), 70, 2
+            stack.callback(made.close)
+        with devices.used(made):
+            whole_depth(made.device, tokens, heads, devices.run_queues)
+
+
+@pytest.mark.no_gpu
+def test_the_depth_test_sees_a_value_that_was_not_written():
+    with ExitStack() as stack:
+        fake = devices.FakeGpu(stack)
+        stack.callback(fake.close)
+        with devices.used(fake), pytest.raises(AssertionError, match="from token 0"):
+            whole_depth(fake.device, 70, 2, lambda streams: None)
+
+
+def leveled(rng, width, total):
+    """Bounds of `width` uneven segments of `total` tokens, none empty."""
+    cuts = np.sort(rng.choice(np.arange(1, total), width - 1, replace=False))
+    return [0, *cuts.tolist(), total]
+
+
+def check_segments(prefix, extend, width):
+    """Every member's rows, by its own start, against the one pass over all."""
+    rng = np.random.default_rng(prefix + extend)
+    case = Attend.draw(SMALL, extend, prefix + extend, 2, prefix)
+    want, want_lse = naive_mla_attend(case.q, case.kv, case.kr, prefix, True, case.scale)
+    for begin, end in itertools.pairwise(leveled(rng, width, extend)):
+        seen = prefix + end
+        member = Attend(case.q[begin:end], case.kv[:seen], case.kr[:seen], prefix + begin, True, case.scale)
+        out, lse = member.run(devices.Stream())
+        plain = plain_attend(member.q, member.kv, member.kr, prefix + begin, True, case.scale, False)
+        assert_near(out, want[begin:end], plain, F32_UNIT)
+        np.testing.assert_allclose(lse, want_lse[begin:end], rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize(("prefix", "extend", "width"), [(1, 67, 4), (0, 65, 3), (130, 9, 4), (64, 64, 2), (3, 40, 7)])
+def test_uneven_segments_behind_a_prefix_are_one_causal_pass(prefix, extend, width):
+    """A length that was padded, clamped or levelled would shift the mask of some member."""
+    check_segments(prefix, extend, width)
+
+
+def test_the_segments_that_were_clamped():
+    """Prefix 1, extension 3,670, four members: where a padded length made -1 of the prefix."""
+    check_segments(1, 3670, 4)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +381,8 @@ def test_context_in_windows(start, queries, window):
     keys = start + queries
     q, kv, kr = 2 * draw(rng, queries, heads, 48), draw(rng, keys, heads, 64), draw(rng, keys, 16)
     g_q, whole_kv, whole_kr = bits(q), bits(kv), bits(kr)
-    space_kv, space_kr = simt.empty((window, heads, 64), np.uint16, 16), simt.empty((window, 16), np.uint16, 16)
-    stream, calls = simt.SimtStream(), []
+    space_kv, space_kr = devices.empty((window, heads, 64), np.uint16, 16), devices.empty((window, 16), np.uint16, 16)
+    stream, calls = devices.Stream(), []
 
     def read(first, count):
         calls.append((first, count))
@@ -287,32 +390,30 @@ def test_context_in_windows(start, queries, window):
         stream.copy(at(space_kr), at(whole_kr[first:]), count * 32)
         return Window(at(space_kv), at(space_kr))
 
-    out, lse = simt.empty((queries, heads, 32), np.uint16), simt.empty((queries, heads))
-    scratch = simt.empty((2, queries, heads, 32)), simt.empty((queries, heads))
+    out, lse = devices.empty((queries, heads, 32), np.uint16), devices.empty((queries, heads))
+    scratch = devices.empty((2, queries, heads, 32)), devices.empty((queries, heads))
     mla_attend_context(
         stream, read, at(g_q), at(out), at(lse), at(scratch[0][0]), at(scratch[0][1]), at(scratch[1]),
         queries=queries, start=start, window=window, heads=heads, dims=SMALL, scale=scale,
     )  # fmt: skip
-    simt.run_queues([stream])
+    devices.run_queues([stream])
     want, want_lse = naive_mla_attend(q, kv, kr, start, True, scale)
     assert_near(floats(out), want, plain_attend(q, kv, kr, start, True, scale), BF16_UNIT)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=5e-6)
     assert (len(calls) == 1) == (keys <= window)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "cuda.syncthreads()", "new": "pass"},
-        {"old": "cp_async_wait_all()", "new": "pass"},
-        {"old": "1 - (i_tile & 1)", "new": "i_tile & 1"},
-        {"old": "visible = keys - i_key", "new": "visible = keys - i_key + 1"},
-        {"old": "q_start + row + 9", "new": "q_start + row + 8"},
-        {"inside": "lse_thread", "old": "libdevice.logf", "new": "libdevice.log2f"},
-        {"inside": "soften_row_quad", "old": "t_mass[i] * shrink + total", "new": "t_mass[i] + total"},
-        {"inside": "fold_warp", "old": "t_shrink[1]", "new": "t_shrink[0]", "nth": 1},
-    ],
-    ids=lambda change: change["new"],
+@seeds(ATTEND_TILES[SMALL][1])
+@changes(
+    {"old": "cuda.syncthreads()", "new": "pass"},
+    {"old": "visible = keys - i_key", "new": "visible = keys - i_key + 1"},
+    {"inside": "soften_row_quad", "old": "t_mass[i] * shrink + total", "new": "t_mass[i] + total"},
+    {"old": "cp_async_wait_all()", "new": "pass"},
+    {"old": "1 - (i_tile & 1)", "new": "i_tile & 1"},
+    {"old": "q_start + row + 9", "new": "q_start + row + 8"},
+    {"inside": "lse_thread", "old": "libdevice.logf", "new": "libdevice.log2f"},
+    {"inside": "fold_warp", "old": "t_shrink[1]", "new": "t_shrink[0]", "nth": 1},
+    quick=3,
 )
 def test_attend_mutations(change):
     case = Attend.draw(SMALL, 65, 113, 2, 48)
@@ -323,11 +424,24 @@ def test_attend_mutations(change):
         case.check(stream)
         dense.check(stream)
 
-    assert_caught(check, simt.SimtStream(), ATTEND_TILES[SMALL][1], simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), ATTEND_TILES[SMALL][1], simt.SimtError, **change)
 
 
+def test_a_product_with_the_inverse_is_no_quotient():
+    """What the two multiply-adds behind it are for; each row divides by another mass."""
+    case = uniform_case(SMALL, 65, 4113, 3)
+    wanted = np.broadcast_to(case.kv[:1, :, SMALL[0] :], (65, 3, SMALL[2]))
+    change = {"inside": "quotient_thread", "old": "libdevice.fmaf(-quotient, divisor, sum_)", "new": "ZERO"}
+
+    def check(stream):
+        np.testing.assert_array_equal(case.run(stream)[0], wanted)
+
+    assert_caught(check, devices.Stream(), ATTEND_TILES[SMALL][1], **change)
+
+
+@pytest.mark.no_gpu
 def test_attend_refuses_before_any_launch():
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     good = {"queries": 4, "keys": 4, "heads": 2, "dims": SMALL, "q_start": 0, "causal": True, "scale": 0.1}
     for bad, name in [
         ({"dims": (32, 16, 24)}, "dims"),
@@ -377,15 +491,15 @@ class Decode:
     def run(self, stream, q, w, pool, table, lengths):
         requests, value = len(lengths), self.dims[2]
         g_q, g_w, g_pool = bits(q), bits(w), bits(pool)
-        pages, g_lengths = simt.array(table), simt.array(lengths.astype(np.int64))
-        out = simt.empty((requests, self.heads, value), np.uint16)
-        scratch = simt.empty(mla_decode_scratch_bytes(requests, self.heads, self.shares), np.uint8, 16)
+        pages, g_lengths = devices.array(table), devices.array(lengths.astype(np.int64))
+        out = devices.empty((requests, self.heads, value), np.uint16)
+        scratch = devices.empty(mla_decode_scratch_bytes(requests, self.heads, self.shares), np.uint8, 16)
         mla_decode(
             stream, at(g_q), at(g_w), at(g_pool), at(pages), at(g_lengths), at(out), at(scratch), requests=requests,
             heads=self.heads, dims=self.dims, pages_row=table.shape[1], page_tokens=self.page, shares=self.shares,
             scale=self.scale,
         )  # fmt: skip
-        simt.run_queues([stream], order=self.order)
+        devices.run_queues([stream], order=self.order)
         return floats(out)
 
     def plain(self, q, w, pool, table, lengths):
@@ -415,12 +529,12 @@ class Decode:
     [((1,), 1, 64, 1), ((65, 17), 3, 64, 2), ((113, 0, 63), 2, 7, 3)],
 )
 def test_decode_small(lengths, heads, page, shares, order):
-    Decode(lengths, heads, page, shares, order).check(simt.SimtStream())
+    Decode(lengths, heads, page, shares, order).check(devices.Stream())
 
 
 def test_decode_at_the_heads_of_kimi_linear():
     """More heads than one block has, the last group ragged; more shares than tiles."""
-    Decode((70,), 35, 64, 4, "seed1", dims=(4, 64, 6)).check(simt.SimtStream())
+    Decode((70,), 35, 64, 4, "seed1", dims=(4, 64, 6)).check(devices.Stream())
 
 
 def test_decode_of_equal_rows_is_the_row():
@@ -431,24 +545,26 @@ def test_decode_of_equal_rows_is_the_row():
 
 
 def absorbed(pool, pages, lengths, q, shares, g_pool=None):
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     requests, heads = q.shape[:2]
-    out = simt.empty((requests, heads, RANK), np.uint16)
-    scratch = simt.empty(mla_decode_scratch_bytes(requests, heads, shares), np.uint8, 16)
+    out = devices.empty((requests, heads, RANK), np.uint16)
+    scratch = devices.empty(mla_decode_scratch_bytes(requests, heads, shares), np.uint8, 16)
     g_pool = bits(pool) if g_pool is None else g_pool
-    g_q, g_pages, g_lengths = bits(q), simt.array(np.array(pages, np.int32)), simt.array(np.array(lengths, np.int64))
+    g_q, g_pages, g_lengths = (
+        bits(q),
+        devices.array(np.array(pages, np.int32)),
+        devices.array(np.array(lengths, np.int64)),
+    )
     mla_decode_absorbed(
         stream, at(g_q), at(g_pool), at(g_pages), at(g_lengths), at(out), at(scratch), requests=requests, heads=heads,
         pages_row=g_pages.shape[1], page_tokens=pool.shape[1], shares=shares, scale=0.05,
     )  # fmt: skip
-    simt.run_queues([stream])
+    devices.run_queues([stream])
     return floats(out)
 
 
 def test_decode_behind_2_31_values(tmp_path):
-    path = tmp_path / "pool"
-    pool = np.memmap(path, np.uint16, "w+", shape=(60_000, 64, LATENT))  # 2.2e9 values, sparse
-    path.unlink()
+    pool = devices.sparse(tmp_path / "pool", 60_000, 64 * LATENT).reshape(60_000, 64, LATENT)  # 2.2e9 values
     rng = np.random.default_rng(6)
     rows = draw(rng, 70, LATENT)
     pool[59_999], pool[5, :6] = bits(rows[:64]), bits(rows[64:])
@@ -471,21 +587,20 @@ def test_shares_merge_over_gaps():
     np.testing.assert_array_equal(out, 2.0)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"old": "cuda.syncthreads()", "new": "pass", "nth": 0},
-        {"old": "cuda.syncthreads()", "new": "pass", "nth": 1},
-        {"old": "end - i_key, end - i_key", "new": "end - i_key + 1, end - i_key + 1"},
-        {"inside": "copy_latent_block", "old": "g_pages[page_first + int64(i_page)]", "new": "g_pages[int64(i_page)]"},
-    ],
-    ids=lambda change: change["new"],
+@seeds(mla_decode_split_kernel)
+@changes(
+    {"old": "cuda.syncthreads()", "new": "pass", "nth": 0},
+    {"inside": "copy_latent_block", "old": "g_pages[page_first + int64(i_page)]", "new": "g_pages[int64(i_page)]"},
+    {"old": "cuda.syncthreads()", "new": "pass", "nth": 1},
+    {"old": "end - i_key, end - i_key", "new": "end - i_key + 1, end - i_key + 1"},
+    quick=2,
 )
 def test_decode_split_mutations(change):
     case = Decode((70, 33), 3, 16, 2)
-    assert_caught(case.check, simt.SimtStream(), mla_decode_split_kernel, simt.SimtError, **change)
+    assert_caught(case.check, devices.Stream(), mla_decode_split_kernel, simt.SimtError, **change)
 
 
+@seeds(mla_decode_merge_kernel)
 @pytest.mark.parametrize(
     "change",
     [
@@ -497,9 +612,10 @@ def test_decode_split_mutations(change):
 )
 def test_decode_merge_mutations(change):
     case = Decode((70, 33), 3, 16, 3)  # the second sequence has a share without rows
-    assert_caught(case.check, simt.SimtStream(), mla_decode_merge_kernel, simt.SimtError, **change)
+    assert_caught(case.check, devices.Stream(), mla_decode_merge_kernel, simt.SimtError, **change)
 
 
+@seeds(KERNELS["mla_absorb_kernel"], KERNELS["mla_project_kernel"])
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -511,9 +627,10 @@ def test_decode_merge_mutations(change):
 )
 def test_gemv_mutations(name, change):
     case = Decode((9,), 2, 16, 1)
-    assert_caught(case.check, simt.SimtStream(), KERNELS[name], simt.SimtError, **change)
+    assert_caught(case.check, devices.Stream(), KERNELS[name], simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 def test_shares_fill_the_device():
     assert mla_decode_shares(1, 32, 100_000, 264) == 264
     assert mla_decode_shares(1, 96, 100_000, 264) == 88
@@ -522,8 +639,9 @@ def test_shares_fill_the_device():
     assert mla_decode_shares(0, 32, 0, 264) == 1
 
 
+@pytest.mark.no_gpu
 def test_decode_refuses_before_any_launch():
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     sizes = {"requests": 1, "heads": 2, "pages_row": 1, "page_tokens": 64, "shares": 1, "scale": 0.1}
     for bad, name in [({"shares": 0}, "requests, heads, shares"), ({"page_tokens": 0}, "page_tokens, scale")]:
         with pytest.raises(ShapeError, match=f"^{name}:"):
@@ -535,8 +653,9 @@ def test_decode_refuses_before_any_launch():
     assert not stream.queue
 
 
+@pytest.mark.no_gpu
 def test_nothing_to_do_launches_nothing():
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     mla_attend(stream, *[0] * 5, queries=0, keys=5, heads=2, dims=SMALL, q_start=0, causal=True, scale=0.1)
     mla_absorb(stream, 0, 0, 0, requests=0, heads=2, dims=FULL)
     mla_project(stream, 0, 0, 0, requests=0, heads=2, dims=FULL)
@@ -546,6 +665,7 @@ def test_nothing_to_do_launches_nothing():
 # ---- what the compiler made of it -----------------------------------------------------------------------------------
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(
     ("name", "arch", "products"),
     [("mla_attend_128_64_128_kernel", "sm_100", 160), ("mla_decode_split_kernel", "sm_80", 68)],
@@ -562,6 +682,7 @@ def test_machine_code(name, arch, products):
     assert opcodes["LDSM"] and opcodes["LDGSTS"] and opcodes["MUFU"]
 
 
+@pytest.mark.no_gpu
 def test_no_bank_conflicts(monkeypatch):
     """Every eight rows that ldmatrix fetches at a time lie in eight different places modulo 128 bytes."""
     monkeypatch.setattr(emulation, "REGISTRY", list(emulation.REGISTRY))
@@ -572,7 +693,7 @@ def test_no_bank_conflicts(monkeypatch):
         fetched.append(addresses.reshape(4, 8))
         return np.zeros((32, 4), np.uint32)
 
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     for kernel in (ATTEND_TILES[FULL][1], mla_decode_split_kernel):
         swapped = MutantStream(stream, kernel, mutate(kernel, "cp_async_commit()", "cp_async_commit()", nth=0))
         if kernel is mla_decode_split_kernel:

@@ -7,13 +7,16 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
+from helpers import devices
 from helpers.device_rows import Rows, assert_bf16_near, assert_compact, chips, draw, performed, sparse
-from helpers.mutate import assert_caught, changes
+from helpers.mutate import assert_caught, changes, seeds
 from whalez.ops.moe import cuda as moe
 from whalez.ops.moe.naive import naive_swiglu
 from whalez.ops.norm import cuda as norm
 from whalez.ops.norm import naive
 from whalez.testing import simt
+
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu
 
 # Rows; then the width and the gap behind it: whole vectors, vectors and a rest, rows that are not aligned, one value.
 ROWS = [1, 2, 3, 63, 64, 65, 113]
@@ -27,7 +30,7 @@ def check_rms_norm(rows, width, gap, in_place=False, order="forward", stream=Non
     weight = Rows(rng.standard_normal((1, width)), np.float32)
     out = x if in_place else Rows.poisoned(rows, width, gap=gap + 8, beyond=1)
     wanted = naive.rms_norm(x.values.astype(float), weight.values[0], 1e-5)
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     norm.rms_norm(stream, x.address, x.stride, weight.address, 1e-5, out.address, out.stride, rows, width)
     performed(stream, order)
     assert_bf16_near(out.values, wanted)
@@ -40,7 +43,7 @@ def check_gated_rms_norm(rows, heads, width, gap, order="forward", stream=None):
     gate = Rows(3 * rng.standard_normal((rows, heads, width)), gap=gap + 8)
     weight = Rows(rng.standard_normal((1, width)), np.float32)
     wanted = naive.gated_rms_norm(o.values.astype(float), weight.values[0], gate.values.astype(float), 1e-5)
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     norm.gated_rms_norm(
         stream, o.address, o.stride, weight.address, gate.address, gate.stride, 1e-5, rows, heads, width
     )
@@ -52,7 +55,7 @@ def check_gated_rms_norm(rows, heads, width, gap, order="forward", stream=None):
 def check_l2_norm(rows, heads, width, gap, order="forward", stream=None, values=None):
     x = Rows(draw(np.random.default_rng(rows), rows, heads, width) if values is None else values, gap=gap, beyond=1)
     wanted = naive.l2_norm(x.values.astype(float))
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     norm.l2_norm(stream, x.address, x.stride, rows, heads, width)
     performed(stream, order)
     assert_bf16_near(x.values, wanted)
@@ -64,7 +67,7 @@ def check_swiglu(rows, width, gap, in_place=False, order="forward", stream=None)
     gate_up = Rows(3 * rng.standard_normal((rows, 2 * width)), gap=gap, beyond=1)
     out = Rows.poisoned(rows, width, gap=gap + 8, beyond=1)
     wanted = naive_swiglu(gate_up.values.astype(float))
-    stream = stream or simt.SimtStream()
+    stream = stream or devices.Stream()
     to, to_stride = (gate_up.address, gate_up.stride) if in_place else (out.address, out.stride)
     moe.swiglu(stream, gate_up.address, gate_up.stride, to, to_stride, rows, width)
     performed(stream, order)
@@ -118,7 +121,7 @@ def test_unaligned_addresses_take_the_narrow_path():
     x = Rows(draw(rng, 3, 64), lead=1)
     weight = Rows(rng.standard_normal((1, 64)), np.float32, lead=1)
     wanted = naive.rms_norm(x.values.astype(float), weight.values[0], 1e-5)
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     norm.rms_norm(stream, x.address, 64, weight.address, 1e-5, x.address, 64, 3, 64)
     performed(stream)
     assert_bf16_near(x.values, wanted)
@@ -134,14 +137,15 @@ def test_gates_far_out_are_0_and_1():
     o = Rows(np.ones((1, 1, 8)))
     gate = Rows(np.array([[[-3e38, -200, -88, -87, 0, 88, 200, 3e38]]]))
     weight = Rows(np.ones((1, 8)), np.float32)
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     norm.gated_rms_norm(stream, o.address, 8, weight.address, gate.address, 8, 0.0, 1, 1, 8)
     performed(stream)
     np.testing.assert_allclose(o.values[0, 0].astype(float), [0, 0, 0, 0, 0.5, 1, 1, 1], rtol=0, atol=1e-37)
 
 
+@pytest.mark.no_gpu
 def test_no_rows_no_launch():
-    stream = simt.SimtStream()
+    stream = devices.Stream()
     norm.rms_norm(stream, 0, 8, 0, 1e-5, 0, 8, 0, 8)
     norm.gated_rms_norm(stream, 0, 8, 0, 0, 8, 1e-5, 0, 1, 8)
     norm.l2_norm(stream, 0, 8, 0, 1, 8)
@@ -195,7 +199,7 @@ def test_rows_behind_2_31_elements(tmp_path):
         )
         assert_caught(
             lambda s, call=call, wanted=wanted: far.check(call, wanted, s),
-            simt.SimtStream(),
+            devices.Stream(),
             kernel,
             simt.SimtError,
             old=old,
@@ -203,6 +207,7 @@ def test_rows_behind_2_31_elements(tmp_path):
         )
 
 
+@seeds(norm.rms_norm_kernel)
 @changes(
     {"old": "block_sum_block(square)", "new": "square"},
     {"old": "cuda.syncthreads()", "new": "pass", "inside": "block_sum_block"},
@@ -224,9 +229,10 @@ def test_mistakes_in_rms_norm_are_caught(change):
         performed(stream)
         assert_bf16_near(x.values, np.full((1, 16), 1e-3) / np.sqrt(1e-6 + 1e-5))
 
-    assert_caught(check, simt.SimtStream(), norm.rms_norm_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), norm.rms_norm_kernel, simt.SimtError, **change)
 
 
+@seeds(norm.gated_rms_norm_kernel)
 @changes(
     {"old": "sigmoid_thread(t_gate[j])", "new": "t_gate[j] * sigmoid_thread(t_gate[j])"},
     {"old": "i_row * gate_stride + i_head * width", "new": "i_row * gate_stride"},
@@ -240,9 +246,10 @@ def test_mistakes_in_gated_rms_norm_are_caught(change):
         check_gated_rms_norm(2, 9, 20, 4, stream=stream)
         check_gated_rms_norm(2, 2, 37, 0, stream=stream)
 
-    assert_caught(check, simt.SimtStream(), norm.gated_rms_norm_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), norm.gated_rms_norm_kernel, simt.SimtError, **change)
 
 
+@seeds(norm.l2_norm_kernel)
 @changes(
     {"constants": {"L2_EPS": 1e-5}},
     {"old": "f32(L2_EPS))", "new": "f32(L2_EPS)) * f32(8.0)"},
@@ -254,9 +261,10 @@ def test_mistakes_in_l2_norm_are_caught(change):
         check_l2_norm(1, 1, 100, 0, stream=stream, values=np.full((1, 1, 100), 1e-4))
         check_l2_norm(2, 2, 37, 0, stream=stream)
 
-    assert_caught(check, simt.SimtStream(), norm.l2_norm_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), norm.l2_norm_kernel, simt.SimtError, **change)
 
 
+@seeds(moe.swiglu_kernel)
 @changes(
     {"old": "t_up[j] *= t_gate[j] * sigmoid_thread(t_gate[j])", "new": "t_up[j] *= sigmoid_thread(t_gate[j])"},
     {"old": "t_up[j] *= t_gate[j] * sigmoid", "new": "t_up[j] = t_gate[j] * t_up[j] * t_up[j] * sigmoid"},
@@ -269,9 +277,10 @@ def test_mistakes_in_swiglu_are_caught(change):
         check_swiglu(2, 24, 8, stream=stream)
         check_swiglu(2, 37, 0, stream=stream)
 
-    assert_caught(check, simt.SimtStream(), moe.swiglu_kernel, simt.SimtError, **change)
+    assert_caught(check, devices.Stream(), moe.swiglu_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(
     ("kernel", "accesses"),

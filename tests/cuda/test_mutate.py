@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from numba import cuda
 
-from helpers.mutate import assert_caught, mutate
+from helpers import devices
+from helpers.mutate import SEEDED, assert_caught, mutate, seeds, source_of
 from whalez.ops.device.kernel import KERNELS, Kernel
 from whalez.ops.device.types import f32, f32p, i64
 from whalez.testing import simt
@@ -112,3 +115,27 @@ def test_a_mutant_that_does_not_compile_is_not_caught():
     with pytest.raises(Exception, match="Failed in") as raised:
         assert_caught(check, simt.SimtStream(), KERNEL, simt.SimtError, old="i < count", new="nobody < count")
     assert not isinstance(raised.value, AssertionError)
+
+
+# ---- every kernel has one ------------------------------------------------------------------------------------------
+def test_every_kernel_has_a_seeded_mistake():
+    """A new kernel comes with a mutation that its test catches."""
+    for path in sorted(Path(__file__).parent.glob("test_*kernels*.py")):
+        importlib.import_module(path.stem)
+    ours = {source_of(kernel) for kernel in devices.all_kernels() if kernel.function.__module__.startswith("whalez.")}
+    assert ours and ours - SEEDED.keys() == set()
+
+
+def test_a_test_that_seeds_nothing_fails():
+    @seeds(KERNEL)
+    def honest():
+        mutate(KERNEL, "i < count", "i == 0")
+
+    @seeds(KERNEL)
+    def idle():
+        pass
+
+    honest()
+    with pytest.raises(AssertionError, match="seeded nothing"):
+        idle()
+    assert SEEDED.pop(source_of(KERNEL)) == ["honest", "idle"]

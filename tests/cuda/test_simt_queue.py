@@ -134,6 +134,37 @@ def test_entries_of_one_queue_run_in_order():
     assert word[0] == 42
 
 
+def test_a_stand_in_runs_when_its_turn_comes():
+    """It sees what the launches and copies before it left, and those behind it see what it did; another rank waits."""
+    x, y, bell = simt.array(np.arange(1, 33, dtype="f4")), simt.empty(32), simt.zeros(1, "u8")
+    a, b = simt.SimtStream(0), simt.SimtStream(1)
+    seen = []
+
+    def product():
+        seen.append((y.tolist(), int(bell[0])))
+        y[:] = y[::-1].copy()
+
+    b.wait_value((address(bell), 7))
+    b.stand_in("a product", product)
+    b.launch(scale, 1, 32, 0, address(y), address(x), 32, 10.0)
+    a.launch(scale, 1, 32, 0, address(x), address(y), 32, 2.0)
+    a.write_value(address(bell), 7)
+    assert seen == []
+    simt.run_queues([a, b])
+    assert seen == [([2.0 * i for i in range(1, 33)], 7)]
+    assert x.tolist() == [20.0 * i for i in range(32, 0, -1)]
+    assert [str(e) for e in b.performed][1] == "stand-in for a product"
+
+
+def test_a_stand_in_that_fails_is_named_with_its_rank():
+    s = simt.SimtStream(5)
+    s.stand_in("a product", lambda: np.zeros(2) @ np.zeros(3))
+    s.write_value(8, 0)
+    with pytest.raises(simt.SimtError, match=r"stand-in for a product: .*[\s\S]*rank 5, after 0 entries: stand-in for"):
+        simt.run_queues([s])
+    assert len(s.queue) == 2
+
+
 @pytest.mark.parametrize(
     ("seen", "value", "is_over"),
     [

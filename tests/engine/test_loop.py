@@ -12,9 +12,10 @@ import pytest
 
 from helpers.solo import Solo, solo
 from whalez.engine.loop import Loop
+from whalez.engine.records import Capture
 from whalez.engine.sizing import plan_policy
 from whalez.hub.local import LocalHub
-from whalez.hub.requests import Done, Failed, Response, Submit
+from whalez.hub.requests import CancelRequest, Done, Failed, Response, Submit
 from whalez.model.presets import make_checkpoint
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.planning import GangPlan, check_plan
@@ -55,18 +56,18 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(tiny_dir: Path) -> Iterator[Callable[..., One]]:
     open_worlds = []
 
-    def begin(**settings: object) -> One:
+    def begin(*, capture: Capture | None = None, **settings: object) -> One:
         world = solo(tiny_dir, **settings)
         made = world.__enter__()
         open_worlds.append(world)
-        return _one(made)
+        return _one(made, capture)
 
     yield begin
     for world in open_worlds:
         world.__exit__(None, None, None)
 
 
-def _one(made: Solo) -> One:
+def _one(made: Solo, capture: Capture | None = None) -> One:
     policy = plan_policy(made.config, made.fleet)
     hub = LocalHub.world(1, policy=policy)[0]
     entry = SlabEntry(rank=0, incarnation="me", host="here", pid=1, ticket=b"")
@@ -87,6 +88,7 @@ def _one(made: Solo) -> One:
         views=GangViews(made.layout, [made.slab]),
         windows=WindowMap(made.config.kda_layers, made.config.mla_layers),
         reply=lambda client, response: answers.append(response),
+        capture=capture,
     )
     hub.set_waker(made.bells.wake)
     return One(loop, hub, answers)
@@ -184,6 +186,22 @@ def test_waiting_for_others_does_not_lengthen_the_stuck_clock(
     one.loop._longest_s = 0.0
     one.turns(1)
     assert one.loop.bells.stuck_s == 0.001
+
+
+def test_rows_of_a_cancelled_request_are_dropped(start: Callable[..., One], tmp_path: Path) -> None:
+    capture = Capture(tmp_path, 0)
+    one = start(capture=capture, chunk_tokens=8)
+    one.ask("prefills", tokens=np.arange(64, dtype="<i4").tobytes())
+    one.ask("decodes", max_tokens=50)
+    one.ask("ends", max_tokens=3)
+    one.turns(3)
+    assert {"prefills", "decodes"} <= set(capture._rows)
+    for name in ("prefills", "decodes"):
+        one.loop.submit(b"me", CancelRequest(request_id=name))
+    while one.ends().keys() != {"prefills", "decodes", "ends"}:
+        one.turns(1)
+    assert (capture._rows, capture._logits) == ({}, {})
+    assert [path.parent.name for path in tmp_path.rglob("*.npz")] == ["ends"]
 
 
 def _tokens(count: int, seed: int) -> bytes:

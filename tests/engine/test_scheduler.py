@@ -74,6 +74,30 @@ def test_short_prompts_leave_half_of_the_rows_to_a_long_one() -> None:
     assert chunks == (Chunk("short 0", 0, 3), Chunk("short 1", 0, 1), Chunk("long", 0, 4))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", [LaunchKind.ORDINARY, LaunchKind.ARMED])
+@pytest.mark.parametrize("longs", [1, 3])
+def test_a_stream_of_short_prompts_starves_no_long_one_and_is_not_starved(
+    rows: int, kind: LaunchKind, longs: int
+) -> None:
+    s = make(slots=20, pages=200, chunk_tokens=rows, armed_rows=rows)
+    for i in range(longs):
+        s.add(f"long {i}", 60, 1, whale=False)
+    shorts, launches, waited, waited_most = 0, 0, 0, 0
+    while f"long {longs - 1}" in s:
+        if not any(f"short {i}" in s for i in range(shorts)):
+            s.add(f"short {shorts}", 1, 1, whale=False)
+            shorts, waited = shorts + 1, 0
+        s.admit()
+        for chunk in s.compose(kind).chunks:
+            if s.prefilled(chunk):
+                s.remove(chunk.request_id)
+        launches, waited = launches + 1, waited + 1
+        waited_most = max(waited_most, waited)
+        assert launches <= 2 * 60 * longs + 2
+    assert waited_most <= 4  # turn of a long one, whose last row is then a short prompt; turn of the next
+
+
 def test_a_posted_whale_holds_its_slot_and_runs_nothing_here() -> None:
     s = make()
     s.add("w", 16, 4, whale=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fabric_world import entry_of, make_layout
 
 from whalez.errors import ConfigError, FabricError, ShapeError
-from whalez.fabric.host import HostSlabs, remove_leftovers
+from whalez.fabric.host import SWEEP_AGE_S, HostSlabs, remove_leftovers, sweep
 from whalez.rendezvous.messages import SlabEntry
 
 Make = Callable[..., HostSlabs]
@@ -224,3 +226,21 @@ def test_leftovers_of_one_fleet_only(make: Make, fleet_id: str) -> None:
     other.create()
     assert len(remove_leftovers(fleet_id)) == 2
     assert names(fleet_id) == [other.name[1:]]
+
+
+def test_a_sweep_takes_slabs_without_a_maker_and_nothing_else(make: Make, tmp_path: Path, fleet_id: str) -> None:
+    living, peer = (make(rank, directory=str(tmp_path)) for rank in (0, 1))
+    living.create()
+    peer.open(entry_of(living))
+    dead, young, linked = (f"whalez-{fleet_id}-dead-{rank}" for rank in (2, 3, 4))
+    for name in (dead, young, "whalez-notes", "else-0-i-0"):
+        (tmp_path / name).touch()
+    (tmp_path / linked).symlink_to(tmp_path / "whalez-notes")
+    old = time.time() - 2 * SWEEP_AGE_S
+    for path in tmp_path.iterdir():
+        if path.name != young:
+            os.utime(path, (old, old), follow_symlinks=False)
+    assert sweep(str(tmp_path)) == [dead]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [living.name[1:], young, linked, "whalez-notes", "else-0-i-0"]
+    )

@@ -1,4 +1,4 @@
-"""Rows on the emulated device: guarded, poisoned, with strides; and how near to float64 a bf16 result has to be."""
+"""Rows on the device of a test: guarded, poisoned, with strides; and how near to float64 a bf16 result has to be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from helpers import devices
+from helpers.devices import sparse as sparse
 from whalez.ops.device import compile as compiler
-from whalez.testing import simt
 
 BF16 = ml_dtypes.bfloat16
 HALF_UNIT = 2.0**-8  # of a value: what rounding to bf16 may cost
@@ -31,7 +32,7 @@ class Rows:
         self.width = math.prod(values.shape[1:])
         self.stride = self.width + gap
         count = values.shape[0] + beyond
-        self.flat = simt.empty(lead + count * self.stride - (gap if count else 0), self.dtype, align=align)
+        self.flat = devices.empty(lead + count * self.stride - (gap if count else 0), self.dtype, align=align)
         self._lead = lead
         self._index = lead + np.arange(values.shape[0])[:, None] * self.stride + np.arange(self.width)
         self.flat[self._index] = values.reshape(values.shape[0], self.width)
@@ -59,7 +60,7 @@ class Rows:
 
 def performed(stream: Any, order: str = "forward", **how: Any) -> None:
     """Run what the stream was told, under one thread order."""
-    simt.run_queues([stream], order=order, **how)
+    devices.run_queues([stream], order=order, **how)
 
 
 def assert_bf16_near(got: np.ndarray, wanted: np.ndarray, slack: float = 1e-5) -> None:
@@ -80,13 +81,6 @@ def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Normal values that bf16 holds exactly, rows of very different size."""
     scale = 10.0 ** rng.uniform(-3, 3, (shape[0],) + (1,) * (len(shape) - 1))
     return rounded(scale * rng.standard_normal(shape))
-
-
-def sparse(path: Any, rows: int, stride: int, dtype: Any = np.uint16) -> np.ndarray:
-    """[rows, stride] of zeros that take no memory until they are touched."""
-    space = np.memmap(path, dtype, "w+", shape=(rows, stride))
-    path.unlink()
-    return space
 
 
 chips = pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import linecache
@@ -26,7 +27,40 @@ from typing import Any
 import pytest
 from numba import cuda
 
+from helpers import devices
+
 _serial = itertools.count(1)
+_mutated: list[str] = []  # the source of every kernel that `mutate` was given
+
+#: Sources of kernels -> names of the tests that seed a mistake in them; filled by `seeds` as test modules are imported.
+SEEDED: dict[str, list[str]] = {}
+
+
+def source_of(kernel: Any) -> str:
+    """The function a kernel is made of: one for all its head widths."""
+    return f"{kernel.function.__module__}.{kernel.function.__qualname__}"
+
+
+def seeds(*kernels: Any) -> Callable[[Any], Any]:
+    """Decorator, outermost: this test seeds mistakes in these kernels, each run of it in at least one of them.
+
+    Every kernel of whalez must be named by such a test (test_mutate.py).
+    """
+    sources = {source_of(kernel) for kernel in kernels}
+
+    def mark(test: Any) -> Any:
+        for source in sources:
+            SEEDED.setdefault(source, []).append(test.__name__)
+
+        @functools.wraps(test)
+        def run(*arguments: Any, **named: Any) -> None:
+            begun = len(_mutated)
+            test(*arguments, **named)
+            assert not devices.takes_mutants() or sources & set(_mutated[begun:]), f"seeded nothing in {sources}"
+
+        return run
+
+    return mark
 
 
 def mutate(
@@ -49,6 +83,7 @@ def mutate(
     Raises:   LookupError if the text, the function or the constant is not there: a mutation that changes nothing
               must not pass for one that was caught
     """
+    _mutated.append(source_of(kernel))
     rewriter = _Rewriter(old, new, nth, inside, constants or {})
     function = rewriter.rebuild(kernel.function)
     rewriter.require_all_used()
@@ -83,11 +118,15 @@ def assert_caught(
 ) -> None:
     """`check(stream)` must pass with `kernel` and fail with the mutant made of it by `change` (see `mutate`).
 
+    On a GPU only `check(stream)` is run: there a mutant may hang, or take the context with it.
+
     Args:
         check:   runs the op on the stream it gets, waits for it and compares
         faults:  exceptions of the harness that count as caught, beside AssertionError
     """
     check(stream)
+    if not devices.takes_mutants():
+        return
     swapped = MutantStream(stream, kernel, mutate(kernel, **change))
     with pytest.raises((AssertionError, *faults)):
         check(swapped)

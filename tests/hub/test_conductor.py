@@ -5,7 +5,7 @@ from hub_helpers import PassOn, hello
 
 from whalez.errors import PeerDied, PeerProtocolError
 from whalez.hub.conductor import Conductor, Out
-from whalez.rendezvous.messages import Bye, Died, Mapped, Ready, Refused, Table, WorldStarts
+from whalez.rendezvous.messages import Bye, Died, Mapped, Offer, Ready, Refused, Table, WorldStarts
 
 
 class Centre:
@@ -125,3 +125,31 @@ def test_who_said_bye_may_go(centre):
 def test_a_rank_outside_the_world_is_refused(centre, rank):
     (out,) = centre.hello(hello(rank, 2))
     assert out.message.field == "rank"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Mapped(rank=1),
+        Ready(rank=1, seq=0, count=3),
+        Bye(rank=1),
+        Mapped(rank=0),
+        Offer(rank=1, turn=0, data=b""),
+        Died(rank=0, how="gone"),
+    ],
+    ids=["Mapped", "Ready", "Bye", "another's Mapped", "Offer", "Died"],
+)
+def test_who_speaks_before_the_table_is_out_has_another_worlds_and_costs_only_itself(centre, message):
+    """A process outlives its world; its socket finds the new rank 0, and an old Hello comes before what it says."""
+    stale, new, zero = hello(1, 2), hello(1, 2), hello(0, 2)
+    assert centre.hello(stale) == []
+    (out,) = centre.say(stale, message)
+    assert (out.incarnation, out.is_last, type(out.message)) == (stale.entry.incarnation, True, Refused)
+    assert type(message).__name__ in out.message.reason
+    assert centre.conductor.failure is None
+    (out,) = centre.hello(stale)
+    assert isinstance(out.message, Refused)
+    # Its place is free: the world comes up with the process that belongs to it.
+    assert centre.hello(new) == []
+    outs = centre.hello(zero)
+    assert all(out.message == Table(entries=(zero.entry, new.entry)) for out in outs)

@@ -14,7 +14,7 @@ from whalez.hub.interface import Hub, HubLimits
 from whalez.hub.local import LocalHub
 from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
-from whalez.rendezvous.messages import Bye, Died, Post, Ready
+from whalez.rendezvous.messages import Bye, Died, Offer, Post, Ready
 
 CALL_S = 0.25  #: far above what a call costs, far below what blocking would
 
@@ -87,6 +87,65 @@ def test_a_world_of_one(world):
     (hub,) = world.start(1)
     hub.send(Ready(rank=0, seq=0, count=1))
     assert collect(hub, 1) == [Ready(rank=0, seq=0, count=1)]
+
+
+def assembled(world, count):
+    """Hubs whose table is complete; nobody has said Mapped."""
+    hubs = world.make(count)
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda rank: hubs[rank].start(hello(rank, count), TIMEOUT_S), range(count)))
+    return hubs
+
+
+def test_gathers_come_back_in_rank_order(world):
+    hubs = assembled(world, 4)
+
+    def several(rank):
+        return [hubs[rank].gather(b"%d of %d" % (turn, rank) * turn, TIMEOUT_S) for turn in range(6)]
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(several, range(4)))
+        list(pool.map(lambda hub: hub.mapped(TIMEOUT_S), hubs))
+    wanted = [tuple(b"%d of %d" % (turn, rank) * turn for rank in range(4)) for turn in range(6)]
+    assert got == [wanted] * 4
+    assert all(hub.drain() == [] for hub in hubs)
+
+
+def test_a_rank_that_takes_no_part_is_named(world):
+    hubs = assembled(world, 3)
+
+    def late(rank):
+        with pytest.raises(HubError, match=r"a gather.*(\b2\b|not all ranks)") as caught:
+            hubs[rank].gather(b"x", CALL_S)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(late, range(2)))
+    assert "2" in said[0].split("gather")[1]  # rank 0 has the centre, so it can name who is missing
+
+
+def test_a_rank_that_dies_in_a_gather_is_told_to_all(world):
+    hubs = assembled(world, 3)
+
+    def bereaved(rank):
+        with pytest.raises(PeerDied, match="rank 2"):
+            hubs[rank].gather(b"x", TIMEOUT_S)
+
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(bereaved, rank) for rank in range(2)]
+        hubs[2].close()
+        for each in waiting:
+            each.result(TIMEOUT_S)
+
+
+def test_an_offer_has_a_bound_and_a_place(world):
+    hubs = assembled(world, 1)
+    with pytest.raises(WireError, match="65537 bytes, at most 65536"):
+        hubs[0].gather(bytes(65537), TIMEOUT_S)
+    assert hubs[0].gather(bytes(65536), TIMEOUT_S) == (bytes(65536),)
+    hubs[0].mapped(TIMEOUT_S)
+    hubs[0].send(Offer(rank=0, turn=1, data=b""))
+    assert "sent an Offer after its Mapped" in str(wait_until_failed(hubs[0]))
 
 
 def test_order_per_peer_and_nothing_lost(world):

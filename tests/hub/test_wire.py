@@ -19,6 +19,8 @@ TOKENS = struct.pack("<3i", 1, 2, 3)
 HUB_MESSAGES = [
     msg.Hello(entry=ENTRY, world=4, fingerprint={"dtype": "f32"}),
     msg.Table(entries=(ENTRY, ENTRY)),
+    msg.Offer(rank=1, turn=2, data=b"\x00\xff"),
+    msg.Offers(turn=2, parts=(b"", b"\xff")),
     msg.Mapped(rank=1),
     msg.WorldStarts(),
     msg.Refused(reason="no", field="dtype"),

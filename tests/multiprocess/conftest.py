@@ -1,4 +1,4 @@
-"""Fleets of real rank processes over the `tiny` checkpoint, started once per module."""
+"""Fleets of real rank processes over the `tiny` checkpoint: one of four ranks for all modules, others per module."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def start() -> Iterator[Callable[..., Fleet]]:
         fleet.stop()
 
 
-@pytest.fixture(scope="module")
-def four(tiny: Path, start: Callable[..., Fleet]) -> Fleet:
-    return start(tiny, 4)
+@pytest.fixture(scope="package")
+def four(tiny: Path) -> Iterator[Fleet]:
+    with Fleet(tiny, 4, **(SETTINGS | {"trace": True})) as fleet:  # type: ignore[arg-type]
+        yield fleet

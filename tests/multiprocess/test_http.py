@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from whalez.errors import PeerDied
 from whalez.fleet import Fleet
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
@@ -103,3 +107,55 @@ def test_a_client_that_leaves_frees_its_slot(served: tuple[Fleet, int]) -> None:
     while any(status is None or status.running for status in fleet.status()):
         assert time.monotonic() < deadline, "the request is still running"
         time.sleep(0.05)
+
+
+def last_words(port: int, stream: bool, begun: list[int]) -> tuple[int, str, float]:
+    """Of a request that does not end by itself: status, error message, and when it came. Streams note their begin."""
+    body = {"prompt": "a", "max_tokens": 4000, "stream": stream, "temperature": 0}
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=90) as answer:
+        lines = []
+        for line in answer.iter_lines():
+            if line and not lines and stream:
+                begun.append(port)
+            if line:
+                lines.append(line.removeprefix("data: "))
+    last = lines[-1] if lines else "nothing"
+    message = json.loads(last)["error"]["message"] if last.startswith("{") else f"port {port}: {last}"
+    return answer.status_code, message, time.monotonic()
+
+
+def test_every_client_hears_which_rank_was_killed(tiny: Path, tmp_path: Path, start: Callable[..., Fleet]) -> None:
+    """Behind the fleet's front and behind each rank's own, whole and streamed, on the killed rank and beside it."""
+    world, victim = 3, 1
+    port = free_ports(1 + world)
+    fleet = start(tiny, world, listen=f"127.0.0.1:{port}", run_dir=tmp_path, max_ctx=4096, cache_tokens=4 * 4096)
+    both = (False, True)
+    behind_one = [(port, stream) for stream in both for _ in range(world)]  # the least loaded rank takes the next
+    behind_own = [(port + 1 + rank, stream) for rank in range(world) for stream in both]
+    begun: list[int] = []
+
+    def until_running(total: int) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            running = [status.running for status in fleet.status() if status is not None]
+            if sum(running) == total and min(running) > 0:
+                return
+            assert time.monotonic() < deadline, running
+            time.sleep(0.02)
+
+    with ThreadPoolExecutor(len(behind_one) + len(behind_own)) as pool:
+        answers = [pool.submit(last_words, *each, begun) for each in behind_one]
+        until_running(2 * world)
+        answers += [pool.submit(last_words, *each, begun) for each in behind_own]
+        until_running(4 * world)
+        while len(begun) < 2 * world:
+            time.sleep(0.02)
+        killed = time.monotonic()
+        os.kill(fleet.pids()[f"rank {victim}"], signal.SIGKILL)
+        told = [answer.result() for answer in answers]
+    for (_, stream), (status, message, at) in zip(behind_one + behind_own, told, strict=True):
+        assert status == (200 if stream else 503), (message, told)
+        assert f"rank {victim}" in message
+        assert at - killed < 5
+    with pytest.raises(PeerDied, match=f"rank {victim} died: was killed by SIGKILL"):
+        fleet.wait()

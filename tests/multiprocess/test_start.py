@@ -8,14 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from whalez.errors import CheckpointError, WhalezError
-from whalez.fleet import Fleet
+from whalez.fleet import Fleet, sweep_leftovers
 from whalez.model.checkpoint import read_tensors, write_checkpoint
 from whalez.warm import kernel_environment
 
@@ -91,6 +93,7 @@ def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Pat
     """The newer one takes the number while the world is not complete; the older one is told why it must go."""
     command = [sys.executable, "-m", "whalez.rank", "--rank", "1", "--world", "3", "--model", str(tiny)]
     command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--segment-floor", "64", "--start-timeout", "60"]
+    command += ["--fleet-id", fleet_id := f"numbers-{os.getpid()}"]
     env = {**os.environ, **kernel_environment(os.environ)}
     zero = [*command[:4], "0", *command[5:], "--run", str(tmp_path / "zero")]
     ranks = [subprocess.Popen(zero, env=env, stderr=subprocess.PIPE, text=True)]
@@ -109,7 +112,7 @@ def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Pat
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    for name in Path("/dev/shm").glob("whalez-fleet-*"):
+    for name in Path("/dev/shm").glob(f"whalez-{fleet_id}-*"):
         name.unlink()  # the ones that were killed before the barrier
 
 
@@ -152,3 +155,69 @@ def test_a_signal_before_the_world_is_complete_leaves_no_shared_memory(tiny: Pat
         rank.wait()
         for name in Path("/dev/shm").glob("whalez-alone-*"):
             name.unlink()
+
+
+#: A launcher whose rank 1 never comes, so that rank 0 waits at the barrier with its slab still named.
+HALF_A_FLEET = """
+import sys
+from whalez.fleet import Fleet, rank_command
+def command(fleet, rank):
+    return rank_command(fleet, rank) if rank == 0 else ["/bin/sleep", "100"]
+fleet = Fleet({model!r}, 2, command=command, segment_floor=64)
+print(fleet.fleet_id, flush=True)
+fleet.start()
+"""
+
+
+@pytest.fixture
+def half_a_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path, Path]]]:
+    """Start one: its launcher, its slab, its run folder."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin() -> tuple[subprocess.Popen[str], Path, Path]:
+        before = set(tmp_path.glob("whalez-*"))
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", HALF_A_FLEET.format(model=str(tiny))],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        begun.append(launcher)
+        assert launcher.stdout is not None
+        fleet_id = launcher.stdout.readline().strip()
+        deadline = time.monotonic() + 30
+        while not (slabs := list(Path("/dev/shm").glob(f"whalez-{fleet_id}-*"))):
+            assert time.monotonic() < deadline and launcher.poll() is None
+            time.sleep(0.01)
+        (folder,) = set(tmp_path.glob("whalez-*")) - before
+        return launcher, slabs[0], folder
+
+    yield begin
+    for launcher in begun:
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_what_a_killed_launcher_left_goes_at_the_next_start_and_nothing_of_a_living_fleet(
+    tiny: Path, tmp_path: Path, half_a_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "whalez-notes").mkdir()  # somebody's own
+    (tmp_path / "whalez-notes" / "fleet.lock").touch()
+    dead, dead_slab, dead_folder = half_a_fleet()
+    _, slab, folder = half_a_fleet()
+    dead.kill()
+    dead.wait()
+    deadline = time.monotonic() + 5
+    while processes := _ours(dead_folder):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.01)
+    assert dead_slab.exists() and dead_folder.exists()  # what this test is about
+    found = {dead_slab, dead_folder / "temporary.lock", slab, folder / "temporary.lock"}
+    for path in found:
+        os.utime(path, (0, 0))
+    with Fleet(tiny, 1, segment_floor=64):
+        pass
+    assert not dead_slab.exists() and not dead_folder.exists()
+    assert slab.exists() and folder.exists() and (tmp_path / "whalez-notes" / "fleet.lock").exists()
+    assert str(dead_folder) not in sweep_leftovers()

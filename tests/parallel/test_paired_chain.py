@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.solo import no_decodes, solo
+from whalez.config import fleet_config
+from whalez.engine.sizing import plan_policy, slab_spec
 from whalez.errors import FabricError, LocalProtocolError
-from whalez.fabric.layout import BELL_COMBINE, BELL_DISPATCH
+from whalez.fabric.layout import BELL_COMBINE, BELL_DISPATCH, SlabLayout
+from whalez.fabric.private import PrivateSlab
+from whalez.model.checkpoint import load_weights
+from whalez.model.config import KimiLinearConfig
 from whalez.model.exchange import Batch, PrefillSpan
 from whalez.model.presets import make_checkpoint
+from whalez.model.trace import Stopwatch
+from whalez.model.weights import expert_bounds
 from whalez.parallel.context import LocalSpan
+from whalez.parallel.expert import PairedExperts
 from whalez.parallel.pacing import PairedChain
 
 
@@ -80,14 +91,57 @@ def test_the_count_is_one_constant_for_every_kind_of_load(tmp_path: Path, monkey
         assert idle == [BELL_DISPATCH, BELL_COMBINE] * len(one.config.moe_layers)
 
 
-def test_offsets_of_a_peer_outside_its_slab_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tmp_path / "tiny"
-    make_checkpoint(model, "kimi-linear", "tiny", 0)
-    with solo(model) as one:
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[PairedExperts, SlabLayout, list[PrivateSlab], Callable[[], None]]:
+    """Rank 0 of a world of two whose peer is only memory; a call is one MoE layer with no rows of its own."""
+    make_checkpoint(tmp_path, "kimi-linear", "tiny", 0)
+    config, fleet = KimiLinearConfig.from_dir(tmp_path), fleet_config(tmp_path, 2, {"max_ctx": 256, "slots": 1})
+    layout = SlabLayout.from_spec(slab_spec(config, fleet, plan_policy(config, fleet)))
+    slabs = [PrivateSlab(rank, layout.nbytes) for rank in range(2)]
+    bells: Any = SimpleNamespace(ring=lambda *_: None, wait=lambda *_, **__: None, read_words=lambda launch: (0, 0))
+    experts = PairedExperts(
+        bells,
+        layout,
+        slabs,
+        rank=0,
+        expert_bounds=expert_bounds(config.num_experts, 2),
+        moe_layers=len(config.moe_layers),
+        top_k=config.num_experts_per_token,
+        hidden=config.hidden_size,
+        intermediate=config.moe_intermediate_size,
+        watch=Stopwatch(config.num_hidden_layers),
+    )
+    weights = load_weights(tmp_path, config, 0, 2)
+    layer = config.moe_layers[0]
+    experts.begin(0)
 
-        def lying(*arguments: object) -> None:
-            arguments[8][:] = (0, 1 << 40)  # type: ignore[index]
+    def moe() -> None:
+        out = np.zeros((0, config.hidden_size), np.float32)
+        experts.moe(layer, 0, weights.layers[layer].mlp, out, lambda: None)  # type: ignore[arg-type]
 
-        monkeypatch.setattr("whalez.parallel.expert.owner_compute", lying)
-        with pytest.raises(FabricError, match="offsets"):
-            one.prefill(np.arange(70, dtype=np.int32), 70)
+    return experts, layout, slabs, moe
+
+
+@pytest.mark.parametrize("count", [1, 1 << 40, -(1 << 63)])
+def test_a_count_of_a_peer_beyond_its_slab_names_it(two: Any, count: int) -> None:
+    """One row too many is the one that matters: with few rows here it fits into the scratch of all."""
+    experts, layout, slabs, moe = two
+    told = layout.view(slabs[1], "dispatch_count")
+    told[0] = len(experts.rows(1 << 30)) + count if count == 1 else count
+    with pytest.raises(FabricError, match=r"rank 1: dispatch count outside its slab"):
+        moe()
+
+
+def test_as_many_rows_as_a_slab_holds_are_taken(two: Any) -> None:
+    experts, layout, slabs, moe = two
+    layout.view(slabs[1], "dispatch_count")[0] = len(experts.rows(1 << 30))
+    moe()
+    assert experts.words == (0, 0)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 0), (0, 1 << 40), (5, 3), (1 << 40, 1 << 40)])
+def test_offsets_of_a_peer_outside_its_slab_name_it(two: Any, start: int, end: int) -> None:
+    _, layout, slabs, moe = two
+    layout.view(slabs[1], "combine_offsets")[:2] = start, end
+    with pytest.raises(FabricError, match=r"rank 1: combine offsets outside its slab"):
+        moe()

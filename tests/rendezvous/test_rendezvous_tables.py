@@ -440,6 +440,19 @@ def test_what_peers_may_not_say(event: ev.Event) -> None:
     unchanged(sequencer, lambda: sequencer.step(event, 1, 7))  # not even the launch is taken over
 
 
+def test_a_failed_world_waits_for_nothing() -> None:
+    """A deadline that nobody will look at again would keep its driver spinning."""
+    sequencer = new_sequencer(gathers_max=1)
+    tell(sequencer, post(OWNER, "gathered"), post(0, "waits"))
+    assert sequencer.next_deadline_ns is not None
+    assert sequencer.state.waiting
+    tell(sequencer, ev.PeerGone(1, "killed"))
+    assert sequencer.next_deadline_ns is None
+    assert not sequencer.state.waiting
+    tell(sequencer, ev.Tick())
+    assert sequencer.next_deadline_ns is None
+
+
 def test_leaving_twice_and_posting_after_leaving() -> None:
     sequencer = new_sequencer()
     tell(sequencer, msg.Leave(rank=1))

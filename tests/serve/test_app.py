@@ -2,14 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
 from fake_link import FakeLink, answer, status
 
-from whalez.hub.requests import Failed, TokenOut
+from whalez.hub.requests import Failed, Response, Submit, TokenOut
 from whalez.serve.app import Front
 from whalez.serve.links import Ranks
 from whalez.serve.tokenizer import ByteTokenizer
@@ -26,7 +27,10 @@ def talk(front: Front, conversation: Callable[[httpx.AsyncClient], Awaitable[Any
         await front.ranks.refresh()
         transport = httpx.ASGITransport(front.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
-            return await asyncio.wait_for(conversation(client), 10)
+            try:
+                return await asyncio.wait_for(conversation(client), 10)
+            finally:
+                await front.ranks.close()
 
     return asyncio.run(run())
 
@@ -256,6 +260,42 @@ def test_a_silent_rank_fails_its_requests_and_health() -> None:
     assert health.status_code == 503
     assert "rank 0: does not answer" in health.json()["trouble"]
     assert front.ranks.views[0].in_flight == 0
+
+
+@pytest.mark.parametrize("last_words", ["", "it broke"])
+def test_the_end_of_a_process_is_seen_at_once_and_its_last_words_count(last_words: str) -> None:
+    """The link stays mute otherwise, as that of a killed rank; `silent_s` is far away."""
+    with subprocess.Popen(["sleep", "100"]) as child:
+        link = FakeLink(status=status(pid=child.pid))
+        front = front_of(link)
+        seen = asyncio.Event()
+
+        async def submit(submit: Submit) -> AsyncIterator[Response]:
+            link.submitted.append(submit)
+            await seen.wait()
+            if last_words:
+                yield Failed(request_id=submit.request_id, kind="unavailable", reason=last_words)
+            await asyncio.Event().wait()
+
+        link.submit = submit  # type: ignore[method-assign]
+
+        async def conversation(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+            asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+            while not link.submitted:
+                await asyncio.sleep(0)
+            link.current = None
+            child.kill()
+            while not front.ranks.views[0].trouble:
+                await asyncio.sleep(0)
+            seen.set()
+            return await asking, await client.post("/v1/completions", json={"prompt": "x"})
+
+        try:
+            during, after = talk(front, conversation)
+        finally:
+            child.kill()
+    assert refused(during, 503)["message"] == f"rank 0: {last_words or 'its process has ended'}"
+    assert refused(after, 503)["message"] == "rank 0: its process has ended"
 
 
 def test_before_the_first_status_and_while_draining_503() -> None:

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,11 +51,11 @@ def model(tmp_path: Path) -> Path:
 def command(model: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     begun: list[subprocess.Popen] = []
 
-    def begin(*words: Any, leave_s: float = 0.3) -> subprocess.Popen:
+    def begin(*words: Any, leave_s: float = 0.3, stdout: Any = subprocess.PIPE) -> subprocess.Popen:
         code = DRIVER.format(here=str(Path(__file__).parent), leave_s=leave_s)
         process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, words)],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
             cwd=model.parent,
@@ -232,6 +234,99 @@ def test_usage_errors_are_2_and_settings_1(whalez: Callable[..., Any], model: Pa
     assert code == 1
     assert "whale_min" in err
     assert whalez("--version")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--temperature", "nan", "temperature: expected 0 to 2, got nan"),
+        ("--temperature", "-0.5", "temperature: expected 0 to 2, got -0.5"),
+        ("--temperature", "inf", "temperature: expected 0 to 2, got inf"),
+        ("--top-p", "nan", "top_p: expected above 0 and at most 1, got nan"),
+        ("--top-p", "0", "top_p: expected above 0 and at most 1, got 0.0"),
+        ("--max-tokens", "0", "max_tokens: expected at least 1, got 0"),
+    ],
+)
+def test_sampling_is_refused_before_the_start_in_the_words_of_http(
+    whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch, flag: str, value: str, said: str
+) -> None:
+    monkeypatch.setattr("whalez.fleet.Fleet", None)  # nothing may start
+    code, err = whalez("generate", "--model", model, "--tokens", model.parent / "prompt.json", flag, value)
+    assert code == 2
+    assert err.endswith(f"Error: {said}\n")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--logits", "--hidden"])
+@pytest.mark.parametrize("name", ["no/out", "", "/proc/version", "shut/out"])
+def test_an_output_that_cannot_be_written_is_named_before_the_start(
+    whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch, flag: str, name: str
+) -> None:
+    if os.geteuid() == 0 and name == "shut/out":
+        pytest.skip("root may write everywhere")
+    monkeypatch.setattr("whalez.fleet.Fleet", None)
+    (model.parent / "shut").mkdir(mode=0o500)
+    out = model.parent / name
+    code, err = whalez("generate", "--model", model, "--tokens", model.parent / "prompt.json", flag, out)
+    assert code == 2
+    assert str(out) in err
+    assert "bug" not in err
+
+
+def test_an_output_that_is_there_is_not_cut_by_the_look_at_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cli.require_writable(out)
+    assert list(tmp_path.iterdir()) == []
+    out.write_text("before")
+    cli.require_writable(out)
+    assert out.read_text() == "before"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("flag", ["--json", "--logits", "--hidden", ">"])
+def test_a_full_disk_is_named_and_the_tokens_are_shown(command: Callable[..., Any], model: Path, flag: str) -> None:
+    words = ["generate", "--model", model, "--tokens", "prompt.json", "--world", 1, "--max-tokens", 2]
+    if flag == ">":
+        with open("/dev/full", "w") as full:
+            process = command(*words, stdout=full)
+            where = "standard output"
+    else:
+        process, where = command(*words, flag, "/dev/full"), "/dev/full"
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == f"whalez: {where}: cannot be written: No space left on device"
+    assert flag != "--json" or out == "[2, 3]\n"
+
+
+@pytest.mark.parametrize("listen", ["foo.invalid:8300", "a..b:8300"])
+def test_an_unknown_host_is_named_before_the_start(
+    whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch, listen: str
+) -> None:
+    monkeypatch.setattr("whalez.fleet.Fleet._prepare", None)
+    code, err = whalez("fleet", "--model", model, "--listen", listen)
+    assert code == 1
+    host = listen.partition(":")[0]
+    assert re.fullmatch(rf"whalez: cannot listen on {listen}: host '{re.escape(host)}': [^\n]+\n", err), err
+    assert "Unknown error" not in err
+
+
+def test_a_signal_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from whalez.entry import main; main()"
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(number)
+            _, err = process.communicate(timeout=10)
+        assert err == f"whalez: stopped by {number.name}\n"
+        assert process.returncode == 128 + number
+
+
+def test_the_command_begins_where_signals_are_taken() -> None:
+    project = tomllib.loads((Path(cli.__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"whalez": "whalez.entry:main"}
 
 
 def test_a_bug_is_one_line_too(whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

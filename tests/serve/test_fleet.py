@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,6 +141,55 @@ def test_generate_submit_status(start: Callable[..., Fleet]) -> None:
         fleet.submit([1])
     with pytest.raises(WhalezError, match="make another"):
         fleet.start()
+
+
+def test_a_request_that_meets_the_stop_half_way_is_refused(start: Callable[..., Fleet]) -> None:
+    fleet = start(world=1)
+
+    class Stops:
+        """The tokenizer runs between the look at the fleet and the hand-over."""
+
+        def encode(self, text: str) -> list[int]:
+            fleet.stop()
+            return [1]
+
+    fleet.tokenizer = Stops()  # type: ignore[assignment]
+    with pytest.raises(Unavailable):
+        fleet.submit("a")
+    with pytest.raises(Unavailable):
+        fleet.status()
+
+
+def test_callers_that_race_a_stop_all_end_with_a_named_error(start: Callable[..., Fleet]) -> None:
+    fleet = start(world=1)
+    begun = threading.Barrier(9)
+    ends: list[BaseException] = []
+
+    def call(what: Callable[[], object]) -> None:
+        begun.wait(10)
+        try:
+            while True:
+                what()
+        except BaseException as error:
+            ends.append(error)
+
+    def cancel() -> None:
+        pending = fleet.submit([1], max_tokens=90_000)
+        pending.cancel()
+        with contextlib.suppress(Unavailable):
+            pending.result()
+
+    work = [lambda: fleet.generate([1], max_tokens=2), fleet.status, cancel, lambda: fleet.submit([1])]
+    callers = [threading.Thread(target=call, args=(each,), daemon=True) for each in 2 * work]
+    for caller in callers:
+        caller.start()
+    begun.wait(10)
+    fleet.stop()
+    deadline = time.monotonic() + 5
+    for caller in callers:
+        caller.join(max(0.0, deadline - time.monotonic()))
+    assert [caller for caller in callers if caller.is_alive()] == []
+    assert [error for error in ends if not isinstance(error, Unavailable)] == []
 
 
 def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
@@ -302,7 +352,7 @@ def test_ranks_die_with_a_killed_launcher(launcher: Callable[..., Any]) -> None:
 def test_ctrl_c_in_a_script_ends_everything(launcher: Callable[..., Any]) -> None:
     process, pids, run_dir = launcher({})
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=15)  # how soon, test_cli measures
     assert "KeyboardInterrupt" in err
     assert not any(group_lives(pid) for pid in pids)
     assert not run_dir.exists()

@@ -1,6 +1,7 @@
 """What the ranks captured of a request, gathered into the two files `generate` was asked for.
 
-Every rank writes `RUN/capture/<request id>/rank-<r>.npz` once, under a name it renames at the end (engine/records.py).
+Every rank writes `rank-<r>.npz` in the request's `capture_folder` once, under a name it renames at the end
+(engine/records.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from whalez.errors import WhalezError
+from whalez.engine.records import capture_folder
+from whalez.errors import OutputError, WhalezError
 from whalez.hub.requests import Report
 
 WAIT_S = 10.0  #: a member may still be writing when the poster has answered
@@ -34,21 +36,25 @@ def merge_captures(
 ) -> None:
     """Write `logits` to one file and `hidden_<rank>`, `start_<rank>` and what else there is to the other.
 
-    With several requests every key is led by `request<i>_`. Raises WhalezError naming the file that never came.
+    With several requests every key is led by `request<i>_`. Raises WhalezError naming the file that never
+    came, OutputError.
     """
     logits: dict[str, Any] = {}
     hidden: dict[str, Any] = {}
     for i, result in enumerate(results):
         lead = f"request{i}_" if len(results) > 1 else ""
         for rank in sorted({result.report.poster, *result.report.gang}):
-            arrays = _load(run_dir / "capture" / result.request_id / f"rank-{rank}.npz")
+            arrays = _load(capture_folder(run_dir, result.request_id) / f"rank-{rank}.npz")
             if "logits" in arrays:
                 logits[f"{lead}logits"] = arrays.pop("logits")
             hidden.update({f"{lead}{name}_{rank}": array for name, array in arrays.items()})
     for out, arrays in ((logits_out, logits), (hidden_out, hidden)):
         if out is not None:
-            with out.open("wb") as file:  # savez would add .npz to a name without it
-                np.savez(file, **arrays)
+            try:
+                with out.open("wb") as file:  # savez would add .npz to a name without it
+                    np.savez(file, **arrays)
+            except OSError as error:
+                raise OutputError(out, error) from None
 
 
 def _load(path: Path) -> dict[str, Any]:

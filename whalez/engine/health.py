@@ -20,6 +20,7 @@ class Health:
         self.eos_tokens: tuple[int, ...] = ()
         self.stall_s = stall_s
         self.loop: Loop | None = None  #: set once the world runs
+        self.slabs = "slabs: host"
         self.failure = ""  #: why this rank is about to exit
         self._moved_ns = now_ns()
 
@@ -52,6 +53,7 @@ class Health:
             vocab_size=self.vocab_size,
             model=self.model,
             eos_tokens=self.eos_tokens,
+            slabs=self.slabs,
         )
 
     def _awaited(self, loop: Loop) -> str:

@@ -359,6 +359,8 @@ class Loop:
         self.reply(client, Failed(request_id=submit.request_id, kind=kind, reason=reason, param=param))
 
     def _fail(self, live: Live, kind: str, reason: str) -> None:
+        if self.capture is not None:
+            self.capture.drop(live.request_id)
         self.reply(live.client, Failed(request_id=live.request_id, kind=kind, reason=reason))
         self._forget(live)
 
@@ -367,10 +369,10 @@ class Loop:
             self.scheduler.remove(live.request_id)
         del self._live[live.request_id]
 
-    def fail_all(self, reason: str) -> None:
-        """The fleet stops: end every request with an error that says why."""
+    def fail_all(self, kind: str, reason: str) -> None:
+        """The fleet stops: end every request with an error (see `Failed.kind`) that says why."""
         self.state = "failed"
-        self._end_all("internal", reason)
+        self._end_all(kind, reason)
 
     def _end_all(self, kind: str, reason: str) -> None:
         """No launch follows: answer what is here, and from now on whatever comes."""

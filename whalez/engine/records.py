@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,26 @@ class TraceFile:
         self._file.close()
 
 
+_PLAIN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
+
+
+def capture_folder(run_dir: Path, request_id: str) -> Path:
+    """RUN/capture/<request id>. An id comes from a client: one that is no plain name is replaced by its hash."""
+    name = request_id
+    if not _PLAIN_ID.fullmatch(request_id):
+        name = "id-" + hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return run_dir / "capture" / name
+
+
 class Capture:
-    """Debug arrays of each request, gathered in memory and written to RUN/capture/<request>/rank-<rank>.npz at its end.
+    """Debug arrays of each request, gathered in memory and written to `capture_folder`/rank-<rank>.npz at its end.
 
     Keys: start, hidden f32 [rows, D] (residual stream after the last layer), choices i32 [MoE layers, rows, k];
     on the owner also logits f32 [1 + generated, vocab].
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self._dir = run_dir / "capture"
+        self._run_dir = run_dir
         self._rank = rank
         self._rows: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
         self._logits: dict[str, list[np.ndarray]] = {}
@@ -42,6 +55,11 @@ class Capture:
 
     def logits(self, request_id: str, row: np.ndarray) -> None:
         self._logits.setdefault(request_id, []).append(row.copy())
+
+    def drop(self, request_id: str) -> None:
+        """The request ended without a result; nobody will ask for its rows."""
+        self._rows.pop(request_id, None)
+        self._logits.pop(request_id, None)
 
     def finish(self, request_id: str) -> None:
         """Write what was gathered; readers never see half a file."""
@@ -54,7 +72,7 @@ class Capture:
             arrays["choices"] = np.concatenate([choices for _, _, choices in rows], axis=1)
         if logits:
             arrays["logits"] = np.stack(logits)
-        folder = self._dir / request_id
+        folder = capture_folder(self._run_dir, request_id)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank}.npz"
         with open(path.with_suffix(".part"), "wb") as file:

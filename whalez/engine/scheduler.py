@@ -5,7 +5,8 @@ admitted ever runs out of memory. Then it is either posted as a whale (it holds 
 the post ends) or prefilled here in chunks; then it decodes, one row per launch, until it is finished.
 
 Requests are admitted in the order of arrival. Prompt rows of a launch go to short prompts first (at most half of them
-while a long one is under way), so that a short prompt never waits for the whole of a long one.
+while a long one is under way), so that a short prompt never waits for the whole of a long one. Where a launch has a
+single row they take turns, so that no stream of short prompts starves a long one.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Scheduler:
         self._free_pages = list(range(pages))
         self._waiting: deque[Entry] = deque()
         self._entries: dict[str, Entry] = {}  # in order of arrival
+        self._long_is_due = False  # a short prompt had the last single row although a long one was there
 
     # ---- what the loop reads ----------------------------------------------------------------------------------
     def __contains__(self, request_id: str) -> bool:
@@ -140,6 +142,7 @@ class Scheduler:
         """The chunk's rows have run. Returns whether the prompt is complete."""
         entry = self._in_phase(chunk.request_id, Phase.PREFILL)
         assert entry.prefilled == chunk.start, (entry, chunk)
+        self._long_is_due = self._is_short(entry)
         entry.prefilled += chunk.length
         if entry.prefilled < entry.prompt_tokens:
             return False
@@ -171,12 +174,15 @@ class Scheduler:
         budget = {LaunchKind.ORDINARY: self.chunk_tokens, LaunchKind.ARMED: self.armed_rows}.get(kind, 0)
         return LaunchPlan(decodes, self._chunks(budget))
 
+    def _is_short(self, entry: Entry) -> bool:
+        return entry.prompt_tokens - entry.prefilled <= self.armed_rows
+
     def _chunks(self, budget: int) -> tuple[Chunk, ...]:
         prefills = [e for e in self._entries.values() if e.phase is Phase.PREFILL]
-        short = [e for e in prefills if e.prompt_tokens - e.prefilled <= self.armed_rows]
+        short = [e for e in prefills if self._is_short(e)]
         long = [e for e in prefills if e not in short]
         chunks = []
-        left_short = budget - budget // 2 if long else budget
+        left_short = budget - (budget // 2 or min(budget, self._long_is_due)) if long else budget
         for group in (short, long):
             left = left_short if group is short else budget
             for entry in group:

@@ -1,10 +1,14 @@
-"""What follows from a model and a fleet's settings: the planning policy and the size of a slab."""
+"""What follows from a model and a fleet's settings: the planning policy, the size of a slab and of the scratch.
+
+Nothing here imports numba: a launcher counts before it has started anything.
+"""
 
 from __future__ import annotations
 
 from whalez.config import FleetConfig
 from whalez.fabric.layout import SlabSpec
 from whalez.model.config import KimiLinearConfig
+from whalez.model.scratch import scratch_bytes as forward_bytes
 from whalez.planning import CostModel, PlanPolicy, rows_max
 
 
@@ -54,3 +58,19 @@ def slab_spec(config: KimiLinearConfig, fleet: FleetConfig, policy: PlanPolicy) 
         value_dim=config.kda_head_dim,
         latent_width=config.latent_width,
     )
+
+
+_EXPERT_BLOCK_ROWS = 1024  # rows of one expert that parallel.expert computes at a time
+
+
+def scratch_bytes(config: KimiLinearConfig, settings: FleetConfig, rows: int) -> int:
+    """Bytes a launch of `rows` rows takes beside weights, cache and slab: the block of the forward pass, and what an
+    owner of experts needs."""
+    forward = forward_bytes(config, rows, min(settings.attention_window, settings.max_ctx))
+    if not config.moe_layers:
+        return forward
+    block = 4 * _EXPERT_BLOCK_ROWS * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
+    # Where each row of each source goes: source, row and weight in 4 bytes, destination in 8.
+    most_here = -(-config.num_experts // settings.world)
+    entries = settings.world * rows * min(config.num_experts_per_token, most_here)
+    return forward + block + 20 * entries + 8 * (most_here + 1)

@@ -49,7 +49,7 @@ from whalez.fabric.layout import (
     SlabSpec,
 )
 from whalez.fabric.private import PrivateSlab
-from whalez.fabric.provider import Slab
+from whalez.fabric.provider import ViewableSlab
 
 __all__ = [
     "BELL_COMBINE",
@@ -288,7 +288,7 @@ class Bells:
     def __init__(
         self,
         layout: SlabLayout,
-        slabs: Sequence[Slab],
+        slabs: Sequence[ViewableSlab],
         rank: int,
         *,
         stuck_s: float = 60.0,

@@ -2,18 +2,22 @@
 
 Rule 1: a slab is allocated whole before anyone maps it: a full /dev/shm is an error here and never SIGBUS later.
 Rule 2: a name lives from `create` to the barrier; after `unlink` no death of any rank can leave anything behind.
-Rule 3: a ticket comes from a peer: name, size, owner and header are checked before a byte of it is believed.
+Rule 3: a slab is locked as long as its maker lives, so that what a killed launcher and its ranks left can be told from
+what somebody uses.
+Rule 4: a ticket comes from a peer: name, size, owner and header are checked before a byte of it is believed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from whalez.rendezvous.messages import SlabEntry
 
 _FLEET = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _INCARNATION = re.compile(r"[A-Za-z0-9_.]{1,64}")  # no hyphen: it ends the fleet id in a name
+_NAME = re.compile(r"whalez-[A-Za-z0-9_.-]{1,100}-[A-Za-z0-9_.]{1,64}-[0-9]+")
 _TICKET = re.compile(rb"/(whalez-[A-Za-z0-9_.-]{1,200}) ([0-9]{1,19})")
 
 
@@ -110,6 +115,7 @@ class HostSlabs:
             raise FabricError(f"slab of rank {self.rank}: cannot create {path}: {error.strerror}") from error
         self._is_linked = True
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the mapping, which keeps a duplicate of fd
             self._allocate(fd, path)
             slab = self._map(self.rank, fd)
         except BaseException:
@@ -224,3 +230,36 @@ def remove_leftovers(fleet_id: str, directory: str = "/dev/shm") -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{directory}/{name}")
     return names
+
+
+SWEEP_AGE_S = 10.0  #: a file younger than that may not be locked yet
+
+
+def sweep(directory: str = "/dev/shm") -> list[str]:
+    """Unlink this user's slabs of any fleet whose makers are gone: launcher and ranks were killed before the barrier.
+
+    Returns the names.
+    """
+    swept = []
+    for name in sorted(filter(_NAME.fullmatch, os.listdir(directory))):
+        path = f"{directory}/{name}"
+        with contextlib.suppress(OSError), unused_file(path):
+            os.unlink(path)
+            swept.append(name)
+    return swept
+
+
+@contextlib.contextmanager
+def unused_file(path: str) -> Iterator[None]:
+    """Hold the lock of a file of this user that nobody holds. Raises OSError: it is in use, young, or not ours."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "not a file of this user", path)
+        if time.time() - found.st_mtime < SWEEP_AGE_S:
+            raise BlockingIOError(errno.EAGAIN, "too young", path)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)

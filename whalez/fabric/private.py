@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class PrivateSlab:
-    """Implements provider.Slab. Owns: its memory, which ends with it and its views."""
+    """Implements provider.ViewableSlab. Owns: its memory, which ends with it and its views."""
 
     def __init__(self, rank: int, nbytes: int) -> None:
         memory = np.zeros(nbytes + 4096, np.uint8)

@@ -7,19 +7,25 @@ Rule 2: a ticket is opaque bytes to all but the provider that made it, and is no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
 from whalez.rendezvous.messages import SlabEntry
 
 
+@runtime_checkable
 class Slab(Protocol):
-    """One rank's slab, mapped here. Owns: the mapping. Closed by: the provider that made or opened it."""
+    """One rank's slab, mapped here, in whatever memory. Owns: the mapping. Closed by: the provider that made it."""
 
     rank: int  #: whose slab it is
     address: int  #: of its first byte in this process; page aligned; dangles after close
     nbytes: int
+
+
+@runtime_checkable
+class ViewableSlab(Slab, Protocol):
+    """A slab that this process can look at: host memory. One on a device is used by its address, in kernels."""
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A C-contiguous array over [offset, offset + size) of the slab. Raises ShapeError when it does not fit."""

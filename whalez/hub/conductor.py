@@ -20,7 +20,18 @@ from whalez.hub.interface import SequencerLike
 from whalez.rendezvous.allgather import Allgather
 from whalez.rendezvous.effects import Broadcast, Refuse, SendTo
 from whalez.rendezvous.events import PeerGone, Received, Tick
-from whalez.rendezvous.messages import Bye, Died, Hello, Mapped, Message, Refused, Table, WorldStarts
+from whalez.rendezvous.messages import (
+    Bye,
+    Died,
+    Hello,
+    Mapped,
+    Message,
+    Offer,
+    Offers,
+    Refused,
+    Table,
+    WorldStarts,
+)
 
 _REFUSED_MAX = 4096
 
@@ -53,6 +64,8 @@ class Conductor:
         self.failure: Exception | None = None
         self._refused: dict[str, None] = {}  # in order; only the last ones, for strangers may come without end
         self._mapped: set[int] = set()
+        self._turn = 0  # of the gather that is under way
+        self._offers: dict[int, bytes] = {}  # by rank, of this turn
         self._table = Table(entries=())
 
     def rank_of(self, incarnation: str) -> int | None:
@@ -72,6 +85,8 @@ class Conductor:
             return [Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
         if self.failure is not None:
             return []
+        if not self.is_complete:
+            return self._speaks_early(rank, incarnation, message, now_ns)
         if isinstance(message, Died):
             return self._lost(message.rank, message.how, now_ns, launch)
         claimed = getattr(message, "rank", rank)
@@ -79,6 +94,8 @@ class Conductor:
             return self._impossible(rank, f"sent a {type(message).__name__} in the name of rank {claimed}")
         if isinstance(message, Mapped) and rank in self._mapped:
             return self._again(rank)
+        if isinstance(message, Offer):
+            return self._offered(rank, message)
         try:
             if isinstance(message, Mapped):
                 self._mapped.add(rank)
@@ -112,7 +129,9 @@ class Conductor:
         return self._lost(rank, how, now_ns, launch)
 
     def missing(self) -> tuple[int, ...]:
-        """Ranks that are waited for: without a hello, or without a Mapped."""
+        """Ranks that are waited for: without a hello, an offer of a gather that is under way, or a Mapped."""
+        if self._offers:
+            return tuple(rank for rank in range(self._world) if rank not in self._offers)
         return self._allgather.missing
 
     def fail(self, failure: Exception) -> list[Out]:
@@ -145,6 +164,28 @@ class Conductor:
             else:
                 self.accepted[entry.rank] = before
         return outs
+
+    def _speaks_early(self, rank: int, incarnation: str, message: Message, now_ns: int) -> list[Out]:
+        """A process that talks as if it had our table has another's: it outlived the world before, and its socket has
+        found the new rank 0 by itself. That ends this process, and costs the others nothing."""
+        what = f"sent a {type(message).__name__} before the table was out: its world was an earlier one"
+        outs = self.gone(incarnation, what, now_ns, 0)
+        reason = f"incarnation {incarnation} of rank {rank} {what}"
+        return [*outs, Out(incarnation, Refused(reason=reason, field="incarnation"), is_last=True)]
+
+    def _offered(self, rank: int, offer: Offer) -> list[Out]:
+        """Nobody can be a turn ahead: it would have to have seen an answer to which some rank has not contributed."""
+        if rank in self._mapped:
+            return self._impossible(rank, "sent an Offer after its Mapped")
+        if offer.turn != self._turn or rank in self._offers:
+            return self._impossible(rank, f"sent an Offer for gather {offer.turn} during gather {self._turn}")
+        self._offers[rank] = offer.data
+        if len(self._offers) < self._world:
+            return []
+        answer = Offers(turn=self._turn, parts=tuple(self._offers[each] for each in range(self._world)))
+        self._turn += 1
+        self._offers = {}
+        return [Out(self.accepted[each], answer) for each in sorted(self.accepted)]
 
     def _remember_refused(self, incarnation: str) -> None:
         self._refused[incarnation] = None

@@ -1,6 +1,6 @@
 """What a rank's loop knows of the control plane: a box to post into and a box to empty.
 
-Rule 1: the loop never waits for the hub. Only `start` and `mapped` block, and only before the first launch.
+Rule 1: the loop never waits for the hub. Only `start`, `gather` and `mapped` block, and only before the first launch.
 Rule 2: a failure is stored once and reported by every later `drain` and `send`; no call may miss it.
 """
 
@@ -54,6 +54,14 @@ class Hub(Protocol):
             FleetRefused: the fleet does not want this process; `field` names what differs or is taken.
             HubError: bad or occupied address, no hub there, or the table is not complete in time.
             PeerDied: a rank was lost after it had said hello.
+        """
+        ...
+
+    def gather(self, data: bytes, timeout_s: float) -> tuple[bytes, ...]:
+        """Hand in this rank's bytes, at most 64 KiB; return those of all ranks in rank order.
+
+        For what must be decided together before the slabs are mapped. Only between `start` and `mapped`, any number
+        of times. Collective and blocking like `start`; raises like it, and WireError for too many bytes.
         """
         ...
 

@@ -20,7 +20,19 @@ from whalez.hub.interface import HubLimits, SequencerLike
 from whalez.planning.choice import plan_whale
 from whalez.planning.policy import PlanPolicy
 from whalez.rendezvous.events import StopWanted
-from whalez.rendezvous.messages import Bye, Died, Hello, Mapped, Message, Refused, SlabEntry, Table, WorldStarts
+from whalez.rendezvous.messages import (
+    Bye,
+    Died,
+    Hello,
+    Mapped,
+    Message,
+    Offer,
+    Offers,
+    Refused,
+    SlabEntry,
+    Table,
+    WorldStarts,
+)
 from whalez.rendezvous.sequencer import Sequencer
 
 
@@ -61,6 +73,8 @@ class LocalHub:
         self._launch = 0
         self._incarnation = ""
         self._table: tuple[SlabEntry, ...] | None = None
+        self._turn = 0
+        self._gathered: Offers | None = None
         self._has_started = False
         self._is_closed = False
         self._said_bye = False
@@ -95,6 +109,16 @@ class LocalHub:
         self._wait(lambda: self._table is not None, timeout_s, "the slab table")
         assert self._table is not None
         return self._table
+
+    def gather(self, data: bytes, timeout_s: float) -> tuple[bytes, ...]:
+        offer = Offer(rank=self._rank, turn=self._turn, data=data)
+        wire.check(offer)
+        self._to_centre(offer)
+        self._wait(lambda: self._gathered is not None, timeout_s, "all ranks to take part in a gather")
+        assert self._gathered is not None and self._gathered.turn == self._turn
+        parts, self._gathered = self._gathered.parts, None
+        self._turn += 1
+        return parts
 
     def mapped(self, timeout_s: float) -> None:
         self._to_centre(Mapped(rank=self._rank))
@@ -154,6 +178,8 @@ class LocalHub:
         match message:
             case Table():
                 self._table = message.entries
+            case Offers():
+                self._gathered = message
             case WorldStarts():
                 self._has_started = True
             case Refused():

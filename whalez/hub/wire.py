@@ -30,6 +30,7 @@ VERSION = 1
 PROMPT_TOKENS_MAX = 1 << 22
 TOKENS_BYTES_MAX = 4 * PROMPT_TOKENS_MAX
 INCARNATION_BYTES_MAX = 64
+OFFER_BYTES_MAX = 1 << 16  #: one rank's part of a gather; those of 256 ranks fit into a frame
 TEXT_BYTES_MAX = 1 << 16
 ITEMS_MAX = 1 << 22  #: entries of one list; Done returns its tokens as one
 INT_MAX = (1 << 63) - 1
@@ -70,6 +71,8 @@ class Echo(messages.Message, frozen=True):
 HubMessage = (
     messages.Hello
     | messages.Table
+    | messages.Offer
+    | messages.Offers
     | messages.Mapped
     | messages.WorldStarts
     | messages.Refused
@@ -228,8 +231,9 @@ def _check(value: Any, where: str, least: int) -> None:
         if len(value) > TEXT_BYTES_MAX:
             raise WireError(f"{where}: text of {len(value)} characters, at most {TEXT_BYTES_MAX} allowed")
     elif isinstance(value, bytes):
-        if len(value) > TOKENS_BYTES_MAX:
-            raise WireError(f"{where}: {len(value)} bytes, at most {TOKENS_BYTES_MAX} allowed")
+        limit = OFFER_BYTES_MAX if where in ("Offer.data", "Offers.parts") else TOKENS_BYTES_MAX
+        if len(value) > limit:
+            raise WireError(f"{where}: {len(value)} bytes, at most {limit} allowed")
         if where.endswith((".tokens", ".prompts")) and len(value) % 4:
             raise WireError(f"{where}: {len(value)} bytes are no list of int32")
     elif isinstance(value, msgspec.Struct):

@@ -35,6 +35,8 @@ from whalez.rendezvous.messages import (
     Hello,
     Mapped,
     Message,
+    Offer,
+    Offers,
     Refused,
     SlabEntry,
     Table,
@@ -103,6 +105,8 @@ class ZmqHub:
         self._outbox_bytes = 0
         self._hello: Hello | None = None
         self._table: tuple[SlabEntry, ...] | None = None
+        self._turn = 0
+        self._gathered: Offers | None = None
         self._is_mapped = False
         self._world_started = False
         self._said_bye = False
@@ -146,6 +150,15 @@ class ZmqHub:
         )
         thread.start()
         self._thread = thread
+
+    def gather(self, data: bytes, timeout_s: float) -> tuple[bytes, ...]:
+        assert self._table is not None and not self._is_mapped, "between start and mapped"
+        self.send(Offer(rank=self._rank, turn=self._turn, data=data))
+        self._wait(lambda: self._gathered is not None, timeout_s, "all ranks to take part in a gather")
+        assert self._gathered is not None and self._gathered.turn == self._turn
+        parts, self._gathered = self._gathered.parts, None
+        self._turn += 1
+        return parts
 
     def mapped(self, timeout_s: float) -> None:
         assert self._table is not None, "start comes first"
@@ -343,6 +356,8 @@ class _MemberThread:
                 self._put_on_wire(wire.encode(wire.Echo(rank=self._own.rank), self._own.incarnation))
             case wire.Echo():
                 self._heard_echo = True
+            case Offers() as message:
+                self._advance("_gathered", message)
             case WorldStarts():
                 self._advance("_world_started", True)
             case Refused() as message:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from whalez.model.config import KimiLinearConfig
-from whalez.ops.kda import CHUNK, chunks_count
+from whalez.ops.chunks import CHUNK, chunks_count
 
 TILE_ROWS = 1024  # full GEMM speed, and what a tile leaves stays near the core; whole KDA chunks
 LINE = 16  # f32 of a cache line; every array starts at one

@@ -20,7 +20,7 @@ import numpy as np
 from whalez.errors import ConfigError
 from whalez.fabric.doorbell import STRIDE, Bells, gang_value
 from whalez.fabric.layout import BELL_DATA, BELL_FREE, SlabLayout
-from whalez.fabric.provider import Slab
+from whalez.fabric.provider import ViewableSlab
 from whalez.model.cache import StateCache
 from whalez.model.exchange import Context, PreparedKda
 from whalez.model.trace import Part, Stopwatch
@@ -104,7 +104,7 @@ class LocalSpan:
 class GangViews:
     """What a rank sees of all slabs, made once: gang regions of every rank."""
 
-    def __init__(self, layout: SlabLayout, slabs: Sequence[Slab]) -> None:
+    def __init__(self, layout: SlabLayout, slabs: Sequence[ViewableSlab]) -> None:
         self.halo = [layout.view(slab, "halo") for slab in slabs]
         self.package_m = [layout.view(slab, "package_m") for slab in slabs]
         self.package_d = [layout.view(slab, "package_d") for slab in slabs]

@@ -18,7 +18,7 @@ import numpy as np
 from whalez.errors import FabricError
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_COMBINE, BELL_DISPATCH, SlabLayout
-from whalez.fabric.provider import Slab
+from whalez.fabric.provider import ViewableSlab
 from whalez.model.trace import Part, Stopwatch
 from whalez.model.weights import MoeWeights
 from whalez.ops.moe import MoeScratch, combine_sum, owner_compute
@@ -34,7 +34,7 @@ class PairedExperts:
         self,
         bells: Bells,
         layout: SlabLayout,
-        slabs: Sequence[Slab],
+        slabs: Sequence[ViewableSlab],
         *,
         rank: int,
         expert_bounds: Sequence[int],
@@ -119,6 +119,7 @@ class PairedExperts:
         self._await(BELL_DISPATCH, self._value, layer)
         for source, view in enumerate(self._all_counts):
             self._counts[source] = view[0]
+        self._require_inside(self._counts, self._counts, len(self._rows), "dispatch count")
         owner_compute(
             self._ids_addr,
             self._weights_addr,
@@ -136,13 +137,20 @@ class PairedExperts:
         for owner, view in enumerate(self._all_offsets):
             self._starts[owner] = view[self.rank]
             self._partial_counts[owner] = view[self.rank + 1] - view[self.rank]
-        if (self._starts < 0).any() or (self._starts + self._partial_counts > len(self._partial)).any():
-            raise FabricError(
-                f"combine offsets of a peer lie outside its slab: {self._starts} + {self._partial_counts}"
-            )
+        ends = self._starts + self._partial_counts
+        self._require_inside(self._starts, ends, len(self._partial), "combine offsets")
         mine = self._partial_addr + (self._starts * self._row_bytes).astype(np.uint64)
         combine_sum(self._ids[:count], self._bounds, mine, out, self._partial_counts)
         self.watch.lap(Part.EXPERTS)
+
+    def _require_inside(self, starts: np.ndarray, ends: np.ndarray, rows: int, what: str) -> None:
+        """What a rank wrote must lie in its slab, or raw addresses would lead out of it. Raises FabricError."""
+        wrong = (starts < 0) | (ends < starts) | (ends > rows)
+        if wrong.any():
+            rank = int(wrong.argmax())
+            raise FabricError(
+                f"rank {rank}: {what} outside its slab: expected 0..{rows}, got {starts[rank]}..{ends[rank]}"
+            )
 
     # ---- the four beats ---------------------------------------------------------------------------------------
     def _publish(self, count: int) -> None:

@@ -41,6 +41,21 @@ class Table(Message, frozen=True):
     entries: tuple[SlabEntry, ...]
 
 
+class Offer(Message, frozen=True):
+    """Member -> hub, between Table and Mapped: my part of the gather number `turn`, counted from 0."""
+
+    rank: int
+    turn: int
+    data: bytes
+
+
+class Offers(Message, frozen=True):
+    """Hub -> members: every rank has offered; the parts of gather `turn` in rank order."""
+
+    turn: int
+    parts: tuple[bytes, ...]
+
+
 class Mapped(Message, frozen=True):
     """Member -> hub: I have mapped every slab of the table."""
 

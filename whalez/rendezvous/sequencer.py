@@ -254,7 +254,9 @@ class Sequencer:
     # ---- what the driver asks ----------------------------------------------------------------------------------
     @property
     def next_deadline_ns(self) -> int | None:
-        """When the next `Tick` is due, or None."""
+        """When the next `Tick` is due, or None: nothing waits for time, or the world is over."""
+        if self.state.phase is Phase.FAILED:
+            return None
         due = [r.gathered_ns + self.deadline_ns for r in self.state.records if r.state is GatherState.GATHERING]
         if self.state.phase is Phase.DRAINING and self.state.drain_deadline_ns is not None:
             due.append(self.state.drain_deadline_ns)
@@ -443,6 +445,7 @@ class Sequencer:
                 self._bye(draft, msg.Bye(rank=gone.rank), now_ns, effects)
             return
         draft.phase = PHASES[draft.phase, Input.GONE]
+        draft.waiting = ()  # their posters fail, as everybody does
         effects.append(do.Broadcast(msg.Died(rank=gone.rank, how=gone.how)))
 
     # ---- time --------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from whalez.serve.links import Ranks, RankView
 from whalez.serve.tokenizer import StopFilter, Tokenizer
 
 RETRY_AFTER_S = 5
+LAST_WORDS_S = 0.25  #: what a process said before it ended is with us this soon after
 MAX_BODY_BYTES = 64 * 2**20  #: a million ids as JSON are about 8 MB
 
 _json = msgspec.json.Encoder()
@@ -178,7 +179,7 @@ class Front:
     async def _pieces(self, ask: Ask, view: RankView) -> AsyncGenerator[Piece, None]:
         """One piece for every token that makes text certain, then exactly one with a finish reason.
 
-        Whatever ends this generator early (stop string, client gone, rank silent) cancels the request at its rank.
+        Whatever ends this generator early (stop string, client gone, rank lost) cancels the request at its rank.
         Raises: what the rank's `Failed` means.
         """
         request_id = ask.submit.request_id
@@ -190,7 +191,7 @@ class Front:
         responses = view.link.submit(ask.submit)
         try:
             while True:
-                response = await _next_or_silent(responses, view)
+                response = await _next_or_lost(responses, view)
                 match response:
                     case TokenOut():
                         tokens.append(response.token)
@@ -248,19 +249,21 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _next_or_silent(responses: AsyncIterator[Any], view: RankView) -> Any:
-    """The next response, or Unavailable once the rank is taken for dead."""
+async def _next_or_lost(responses: AsyncIterator[Any], view: RankView) -> Any:
+    """The next response, or Unavailable once the rank is lost."""
     coming = asyncio.ensure_future(anext(responses))
-    silence = asyncio.ensure_future(view.silent.wait())
+    losing = asyncio.ensure_future(view.lost.wait())
     try:
-        await asyncio.wait({coming, silence}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({coming, losing}, return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():  # a rank that stops says why, and its last words may come after its end
+            await asyncio.wait({coming}, timeout=LAST_WORDS_S)
         if coming.done():
             return coming.result()
-        raise Unavailable(f"{view.name}: does not answer any more")
+        raise Unavailable(f"{view.name}: {view.how_lost}")
     except StopAsyncIteration:
         raise Unavailable(f"{view.name}: the link closed before the request was over") from None
     finally:
-        silence.cancel()
+        losing.cancel()
         if not coming.done():
             coming.cancel()
             await asyncio.wait({coming})
@@ -341,6 +344,7 @@ def _health_row(view: RankView) -> dict[str, Any]:
     return {
         "rank": status.rank,
         "state": status.state,
+        "slabs": status.slabs,
         "healthy": not trouble,
         "trouble": trouble,
         "launch": status.launch,

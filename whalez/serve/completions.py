@@ -98,11 +98,8 @@ def validate(body: Body, tokenizer: Tokenizer, limits: Status, request_id: str, 
             raise RequestError(f"{field}: not supported", param=field)
     max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else body.max_tokens
     temperature = 1.0 if body.temperature is None else body.temperature
-    if not 0 <= temperature <= 2:
-        raise RequestError(f"temperature: expected 0 to 2, got {temperature}", param="temperature")
     top_p = 1.0 if body.top_p is None else body.top_p
-    if not 0 < top_p <= 1:
-        raise RequestError(f"top_p: expected above 0 and at most 1, got {top_p}", param="top_p")
+    check_sampling(temperature, top_p)
     seed = random_seed if body.seed is None else body.seed
     if not -(2**63) <= seed < 2**63:
         raise RequestError(f"seed: expected a 64-bit integer, got {seed}", param="seed")
@@ -151,10 +148,23 @@ def _prompt_tokens(raw: msgspec.Raw, tokenizer: Tokenizer) -> list[int]:
     raise RequestError("prompt: expected text, a list of token ids, or a list of one of these", param="prompt")
 
 
-def check_tokens(tokens: list[int], max_tokens: int, limits: Status) -> None:
-    """Limits of the model and the fleet, equal for every way in. Raises RequestError."""
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Equal for every way in. Raises RequestError."""
+    if not 0 <= temperature <= 2:
+        raise RequestError(f"temperature: expected 0 to 2, got {temperature}", param="temperature")
+    if not 0 < top_p <= 1:
+        raise RequestError(f"top_p: expected above 0 and at most 1, got {top_p}", param="top_p")
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Equal for every way in. Raises RequestError."""
     if max_tokens < 1:
         raise RequestError(f"max_tokens: expected at least 1, got {max_tokens}", param="max_tokens")
+
+
+def check_tokens(tokens: list[int], max_tokens: int, limits: Status) -> None:
+    """Limits of the model and the fleet, equal for every way in. Raises RequestError."""
+    check_max_tokens(max_tokens)
     if not tokens:
         raise RequestError("prompt: empty", param="prompt")
     if len(tokens) + max_tokens > limits.max_ctx:

@@ -21,12 +21,12 @@ import uvicorn
 from whalez.errors import WhalezError
 from whalez.serve.app import MAX_BODY_BYTES, Front
 from whalez.serve.links import Ranks, connect
-from whalez.serve.process import bind, die_with_parent
+from whalez.serve.process import PARENT_GONE, bind, die_with_parent
 from whalez.serve.tokenizer import load_tokenizer
 
 
 class FrontServer(uvicorn.Server):
-    """uvicorn with our reading of signals: the first drains, the second leaves at once."""
+    """uvicorn with our reading of signals: the first drains, a second leaves at once; a parent that is gone drains."""
 
     def __init__(self, config: uvicorn.Config, front: Front, ready_fd: int | None) -> None:
         super().__init__(config)
@@ -37,15 +37,16 @@ class FrontServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:  # uvicorn's own raises the signal again at the end: a traceback
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._leave)
+            loop.add_signal_handler(number, self._leave, True)
+        loop.add_signal_handler(PARENT_GONE, self._leave, False)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, PARENT_GONE):
                 loop.remove_signal_handler(number)
 
-    def _leave(self) -> None:
-        self.force_exit = self.should_exit
+    def _leave(self, insists: bool) -> None:
+        self.force_exit |= insists and self.should_exit
         self.should_exit = True
         self._front.draining = True
 

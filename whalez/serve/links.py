@@ -6,16 +6,19 @@ Rule: no sockets and no zmq here; `connect` is the one place that names the real
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from whalez.errors import Unavailable, WhalezError
+from whalez.hub.processes import open_pidfd
 from whalez.hub.requests import Response, Status, Submit
 
 #: Longest unix socket path Linux takes, without the closing zero byte.
 SOCKET_PATH_MAX = 107
+PROCESS_ENDED = "its process has ended"
 
 
 class Link(Protocol):
@@ -59,7 +62,8 @@ class RankView:
         self.answered_at = time.monotonic()  #: when the last status came, or when we began to ask
         self.in_flight = 0  #: requests of this front on this rank
         self.in_flight_then = 0  #: the same when `status` was taken; those are part of its running + waiting
-        self.silent = asyncio.Event()  #: the link thread has not answered for `silent_s`: taken for dead
+        self.lost = asyncio.Event()  #: the process has ended, or its link thread has not answered for `silent_s`
+        self.how_lost = ""  #: which of the two
 
     @property
     def name(self) -> str:
@@ -75,8 +79,8 @@ class RankView:
     @property
     def trouble(self) -> str:
         """Empty when the rank takes requests, else what is wrong, with the rank's name."""
-        if self.silent.is_set():
-            return f"{self.name}: does not answer"
+        if self.lost.is_set():
+            return f"{self.name}: {self.how_lost}"
         if self.status is None:
             return f"{self.name}: starting"
         if not self.status.healthy:
@@ -91,7 +95,11 @@ class Ranks:
     """All ranks behind one front: their last statuses, and the choice among them.
 
     `watch` asks every rank for its status each `poll_s`; a link thread answers even while its loop is stuck, so one
-    that stays silent for `silent_s` has lost its process and the requests on it are failed.
+    that stays silent for `silent_s` is lost. The end of a process is seen at once, through a pidfd, for a link never
+    leaves its machine. The requests on a lost rank are failed.
+
+    Owns:      the links, and a pidfd per rank
+    Closed by: `close`
     """
 
     def __init__(self, links: Sequence[Link], *, poll_s: float = 0.5, silent_s: float = 4.0) -> None:
@@ -100,6 +108,7 @@ class Ranks:
         self.poll_s = poll_s
         self.silent_s = silent_s
         self._turn = 0
+        self._pidfds: dict[RankView, tuple[int, int]] = {}  # (pid, descriptor)
 
     async def refresh(self, timeout_s: float = 1.0) -> None:
         """Ask every rank at once; a rank that does not answer keeps its last status."""
@@ -115,13 +124,42 @@ class Ranks:
         try:
             status = await view.link.status(timeout_s)
         except (TimeoutError, WhalezError):
-            if time.monotonic() - view.answered_at >= self.silent_s:
-                view.silent.set()
+            if not view.lost.is_set() and time.monotonic() - view.answered_at >= self.silent_s:
+                self._lose(view, "does not answer any more")
             return
         view.status = status
         view.in_flight_then = view.in_flight
         view.answered_at = time.monotonic()
-        view.silent.clear()
+        view.lost.clear()
+        self._watch_process(view, status.pid)
+
+    def _lose(self, view: RankView, how: str) -> None:
+        view.how_lost = how
+        view.lost.set()
+
+    def _watch_process(self, view: RankView, pid: int) -> None:
+        if self._pidfds.get(view, (None, 0))[0] == pid:
+            return
+        self._forget_process(view)
+        try:
+            fd = open_pidfd(pid)
+        except OSError:
+            return  # not allowed here: its silence must do
+        if fd is None:
+            self._lose(view, PROCESS_ENDED)
+            return
+        self._pidfds[view] = pid, fd
+        asyncio.get_running_loop().add_reader(fd, self._process_ended, view)
+
+    def _process_ended(self, view: RankView) -> None:
+        self._forget_process(view)
+        self._lose(view, PROCESS_ENDED)
+
+    def _forget_process(self, view: RankView) -> None:
+        if view in self._pidfds:
+            _, fd = self._pidfds.pop(view)
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
 
     def any_status(self) -> Status:
         """Vocabulary and limits are equal on all ranks. Raises Unavailable before the first answer."""
@@ -142,4 +180,6 @@ class Ranks:
         return best
 
     async def close(self) -> None:
+        for view in self.views:
+            self._forget_process(view)
         await asyncio.gather(*(view.link.close() for view in self.views))

@@ -12,6 +12,11 @@ from collections.abc import Sequence
 from whalez.errors import ConfigError, HubError
 
 PR_SET_PDEATHSIG = 1
+#: What a front gets when its parent is gone. Not SIGKILL: clients of a rank that was killed still have to hear of it.
+#: Not SIGTERM: a dying process hands its children from thread to thread and the kernel signals each time, and a second
+#: SIGTERM means "at once".
+PARENT_GONE = signal.SIGHUP
+FRONT_GRACE_S = 2.0  #: a front that leaves has at most this long to answer what it has taken
 
 
 def front_command(
@@ -22,7 +27,7 @@ def front_command(
     model_dir: str | None = None,
     parent: int | None = None,
     ready_fd: int | None = None,
-    grace_s: float = 0.0,
+    grace_s: float = FRONT_GRACE_S,
 ) -> list[str]:
     """The command line that starts a front."""
     command = [sys.executable, "-m", "whalez.serve.front", "--listen", listen, "--model-name", model_name]
@@ -51,21 +56,25 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def bind(listen: str) -> socket.socket:
-    """A bound socket, so that a taken port is an error before anything else starts. Raises HubError."""
+    """A bound socket, so that a taken port or an unknown host is an error before anything starts. Raises HubError."""
     host, port = parse_listen(listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+    except (socket.gaierror, UnicodeError) as error:  # numbers of the resolver are no errno
+        sock.close()
+        why = error.strerror if isinstance(error, OSError) else error
+        raise HubError(f"cannot listen on {listen}: host {host!r}: {why}") from None
     except OSError as error:
         sock.close()
-        raise HubError(f"cannot listen on {listen}: {os.strerror(error.errno or 0) or error}") from None
+        raise HubError(f"cannot listen on {listen}: {error.strerror or error}") from None
     return sock
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when the thread of `parent` that started it is gone."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """This process gets PARENT_GONE, once or more, when the thread of `parent` that started it is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, PARENT_GONE, 0, 0, 0)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)

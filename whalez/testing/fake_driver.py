@@ -56,6 +56,7 @@ _NO_CONTEXT_NEEDED: Final = {
 #: Calls that wait, or may wait, until the device has run everything queued on it. The fake always waits.
 SYNCHRONISING: Final = {
     "cuMemAlloc",
+    "cuMemAllocManaged",
     "cuMemFree",
     "cuMemHostAlloc",
     "cuMemFreeHost",
@@ -412,6 +413,12 @@ class FakeDriver:
         memory = Memory(self._gpu, bytesize).take()
         address = _mmap(0, bytesize, _PROT_RW, mmap.MAP_SHARED, memory.fd)
         ctypes.memset(address, 0xA5, min(bytesize, 1 << 16))  # never zero by luck
+        self._allocations[address] = memory
+        return real.CUdeviceptr(address)
+
+    def _cuMemAllocManaged(self, bytesize: int, flags: int) -> Any:
+        memory = Memory(self._gpu, bytesize).take()  # sparse: a page takes memory when it is touched
+        address = _mmap(0, bytesize, _PROT_RW, mmap.MAP_SHARED, memory.fd)
         self._allocations[address] = memory
         return real.CUdeviceptr(address)
 

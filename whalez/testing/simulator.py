@@ -1,17 +1,23 @@
-"""A fleet on one thread in virtual time: real Members and a real Sequencer, everything else made up from a seed.
+"""A fleet on one thread in virtual time: real machines, schedulers and hub centre, everything else made from a seed.
 
-Rule 1: the machines are the shipped ones; what is simulated is what surrounds them: launches, words, bells, messages,
-        clients, scratch.
+Rule 1: Member, Sequencer, Allgather, Conductor and Scheduler are the shipped ones; what is simulated is what surrounds
+        them: processes, launches, words, bells, frames, clients, scratch.
 Rule 2: the checker sees only what the machines do to their surroundings, never their state; so a machine that lies to
         itself is still found out.
 
 What is modelled of the data plane: a rank may compose launch n + 1 only when every rank has composed launch n (the
 paired exchange; n - 1 with one launch in flight), an idle rank sleeps and is woken by a peer's launch bell, by
-whatever is put into its inbox, or by a heartbeat. Messages keep their order per peer and take as long as a launch or
-longer, so commits come late. A rank that is not armed starts operations of several launches, during which it does not
-look into its inbox.
+whatever is put into its inbox, or by a heartbeat. A rank that is not armed starts operations of several launches,
+during which it does not look into its inbox.
 
-Each seed draws its own mix (`Weather.draw`). A run ends in Stop; a run that does not end says why (`pending`).
+What is modelled of the control plane: a connection neither loses nor reorders frames, and they take as long as a launch
+or longer, so commits come late. Frames of different peers overtake each other. Hello and Mapped are repeated until they
+are answered. A process that is killed takes the newest of its frames with it; the end of its connection comes behind
+the others. Whoever hears of a death fails; when all have ended the supervisor starts the world again, and frames that
+processes of the world before had not got rid of (one that was stopped and goes on) may still come to the new one.
+
+Each seed draws its own mix (`Weather.draw`). A run has two phases: at first trouble, for safety; then the weather calms
+down for good, and everything must come to its end (`pending` says what has not): every request, and the world, in Stop.
 """
 
 from __future__ import annotations
@@ -21,11 +27,14 @@ import heapq
 import random
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from whalez.engine.scheduler import LaunchPlan, Phase, Scheduler
 from whalez.errors import PlanDiffers, ProtocolError
+from whalez.hub.conductor import Conductor, Out
 from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
@@ -38,8 +47,10 @@ WORD_COPIES = 4
 HEARTBEAT_NS = 250_000_000
 BELL_NS = 2_000
 LOG_COUNT_MAX = 400
+REQUESTS_MAX = 16  #: of a seed; what a longer day would show, more seeds show sooner
 
-SEQUENCER = -1  #: address of the sequencer among the ranks
+CHUNK_TOKENS, ARMED_ROWS, SLOTS, PAGES, PAGE_TOKENS = 24, 6, 3, 24, 8
+LENGTHS = (4, 60)  #: of prompts
 
 
 class SimulationFailed(AssertionError):
@@ -57,9 +68,10 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
     supersteps_max: int = 3
     operation_chance: float = 0.1  #: of an unarmed rank to start an operation of several launches at a boundary
     operation_launches_max: int = 6
-    busy_chance: float = 0.7  #: of a rank to have local work at a boundary, so that it does not sleep
+    busy_chance: float = 0.7  #: of a rank without work to launch nevertheless, instead of falling asleep
     decline_chance: float = 0.1
     withdraw_chance: float = 0.2
+    whale_chance: float = 0.9  #: of a request to be posted
     late_answer_chance: float = 0.3  #: the driver answers a Reserve at the end of the drain, not at once
     posts_per_rank: int = 3
     posts_within_ns: int = 20_000_000
@@ -69,15 +81,22 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
     slack_start: int = 4
     slack_max: int = 32  #: small: L is too early and whales slip
     straggler_chance: float = 0.0  #: of a message to take ten times as long
-    ending: str = "quiet"  #: quiet: Stop after the last post | stop: in the middle | drain | leave: each rank by itself
+    slow_rank: int = -1  #: its launches take five times as long
+    early_deaths: int = 0  #: while the world comes up
+    deaths: int = 0
+    zombie_chance: float = 0.0  #: of a process of a world that has ended to send its last frames once more, much later
+    ending: str = "quiet"  #: quiet: Stop after the last request | stop: in the middle | drain | leave: rank by rank
 
     @classmethod
-    def draw(cls, seed: int, world: int = 8) -> Weather:
+    def draw(cls, seed: int, world: int | None = None) -> Weather:
         """Swarm: each seed has its own kinds of trouble, so that none hides another."""
         rng = random.Random(seed * 2 + 1)
+        if world is None:
+            world = rng.randint(9, 64) if rng.random() < 0.05 else rng.randint(2, 8)
         launch_ns = rng.choice([50_000, 1_000_000])
         # From a tenth of a launch, where no commit is late, to several launches, where most are.
         message_ns = int(launch_ns * rng.choice([0.1, 1, 3]))
+        is_deadly = rng.random() < 0.25
         return cls(
             world=world,
             words_back=rng.choice([1, 1, 2]),
@@ -87,19 +106,35 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
             supersteps_max=rng.choice([1, 1, 2, 4]),
             operation_chance=rng.choice([0.0, 0.02, 0.15]),
             operation_launches_max=rng.choice([3, 12]),
-            busy_chance=rng.choice([0.0, 0.5, 1.0]),
+            busy_chance=rng.choice([0.0, 0.0, 0.5, 1.0]),
             decline_chance=rng.choice([0.0, 0.05, 0.3]),
             withdraw_chance=rng.choice([0.0, 0.1, 0.4]),
+            whale_chance=rng.choice([1.0, 0.7]),
             late_answer_chance=rng.choice([0.0, 0.5]),
-            posts_per_rank=rng.choice([1, 2, 4]),
-            posts_within_ns=rng.choice([0, 10, 40]) * max(launch_ns, message_ns),
+            posts_per_rank=rng.choice([1, 1, 2, 4]),
+            posts_within_ns=rng.choice([0, 10, 20]) * max(launch_ns, message_ns),
             deadline_ns=rng.choice([2_000_000_000, 6 * message_ns]),
             deadline_launches=rng.choice([64, 2]),
             gathers_max=rng.choice([1, 2, 4, 8]),
             slack_start=rng.choice([2, 4]),
             slack_max=rng.choice([2, 4, 32]),
             straggler_chance=rng.choice([0.0, 0.02, 0.1]),
+            slow_rank=rng.choice([-1, -1, -1, rng.randrange(world)]),
+            early_deaths=rng.choice([0, 1, 2]) if is_deadly else 0,
+            deaths=rng.choice([0, 1, 2]) if is_deadly else 0,
+            zombie_chance=rng.choice([0.0, 0.3, 1.0]) if is_deadly else 0.0,
             ending=rng.choice(["quiet", "quiet", "stop", "drain", "leave"]),
+        )
+
+    def calmed(self) -> Weather:
+        """The same world, without trouble."""
+        return msgspec.structs.replace(
+            self,
+            message_ns=(self.message_ns[0], self.message_ns[0] + 1),
+            operation_chance=0.0,
+            decline_chance=0.0,
+            withdraw_chance=0.0,
+            straggler_chance=0.0,
         )
 
 
@@ -137,26 +172,36 @@ def toy_check(plan: GangPlan, length: int, poster: int, policy: ToyPolicy, exclu
         raise PlanDiffers("plan", expected, plan)
 
 
-class _Rank:
-    """One rank's surroundings: what the engine's loop would hold."""
+class _Process:
+    """One start of one rank: what its hub and the engine's loop would hold."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, rank: int, incarnation: str, member: Member) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
         self.member = member
+        self.scheduler = Scheduler(
+            slots=SLOTS, pages=PAGES, page_tokens=PAGE_TOKENS, chunk_tokens=CHUNK_TOKENS, armed_rows=ARMED_ROWS
+        )
         self.inbox: deque[ev.Event] = deque()
+        self.sent: deque[msg.Message] = deque(maxlen=4)
+        self.prompts: dict[str, bytes] = {}  #: of requests that are here
+        self.left_to_decode: dict[str, int] = {}
+        self.is_cancelled: set[str] = set()
+        self.is_over = False  #: killed, failed, refused, or stopped and done
+        self.has_table = False
+        self.has_started = False
         self.is_asleep = False
         self.boundary_due = False  #: a boundary event is scheduled
         self.wake_token = 0
         self.free_at_ns = 0  #: when its last launch has nothing more to do here
         self.operation_left = 0
+        self.count = 0  #: index of the launch composed next
+        self.composed_ns = 0  #: when it composed last
         self.reserved: set[int] = set()
         self.is_draining = False
         self.has_left = False
         self.stop_launch: int | None = None
         self.has_said_bye = False
-
-    @property
-    def count(self) -> int:
-        return self.member.state.count
 
 
 class Checker:
@@ -174,19 +219,12 @@ class Checker:
         self.commit_launch: dict[int, int] = {}
         self.last_commit = (-1, -1)  #: (seq, L)
         self.stops: dict[int, int] = {}  #: rank -> launch
-        self.posts: dict[str, str] = {}  #: request id -> how it ended, "" before
         self.slips = 0
+        self.local_count = 0  #: posts that ended without a superstep
 
     def expect(self, holds: bool, what: str) -> None:
         if not holds:
             raise SimulationFailed(what)
-
-    def post_wanted(self, request_id: str) -> None:
-        self.posts[request_id] = ""
-
-    def post_ended(self, request_id: str, how: str) -> None:
-        self.expect(not self.posts[request_id], f"post {request_id} ended twice: {self.posts[request_id]}, {how}")
-        self.posts[request_id] = how
 
     def sequencer_sent(self, message: msg.Message, rank0_count: int) -> None:
         if isinstance(message, msg.Cancel):
@@ -243,12 +281,30 @@ class Checker:
         self.expect(not self.stops or launch <= min(self.stops.values()), f"rank {rank} passes Stop with {compose}")
 
 
+class _Run:
+    """One life of the world: from the start of a process of rank 0 to its end."""
+
+    def __init__(self, sequencer: Sequencer, conductor: Conductor, world: int, word_copies: int) -> None:
+        self.sequencer = sequencer
+        self.conductor = conductor
+        self.checker = Checker(world)
+        self.processes: dict[int, _Process] = {}  #: by rank, those that launch
+        self.word_rows = [[0] * world for _ in range(word_copies)]
+        self.composed_by_all = 0  #: launches below it are composed by every rank
+        self.behind_count = world  #: ranks that have composed exactly `composed_by_all` launches
+        self.sleepers: set[int] = set()
+        self.dead: set[int] = set()  #: ranks that were killed, or have failed
+        self.has_killed = False
+        self.tick_due_ns: int | None = None
+
+
 class Simulator:
-    """One run. `run()` returns when every rank has stopped, or raises SimulationFailed.
+    """One seed. `run()` returns when everything has ended, or raises SimulationFailed.
 
     Args:
-        member_class, sequencer_class, rewrite_words, word_copies:  mutations of the protocol, to show they are found
-        validate_machines:  look at the machines' own invariants after each step as well
+        member_class, sequencer_class, conductor_class, rewrite_words, word_copies:  mutations of the protocol, to show
+            that they are found
+        validate_machines:  look at the machines' own invariants after each step as well (a quarter of the time)
     """
 
     def __init__(
@@ -258,338 +314,620 @@ class Simulator:
         *,
         member_class: type[Member] = Member,
         sequencer_class: type[Sequencer] = Sequencer,
+        conductor_class: type[Conductor] = Conductor,
         rewrite_words: bool = False,
         word_copies: int = WORD_COPIES,
-        validate_machines: bool = True,
+        validate_machines: bool = False,
     ) -> None:
         self.seed = seed
-        self.weather = w = weather or Weather.draw(seed)
+        self.weather = self.trouble = weather or Weather.draw(seed)
+        self.world = self.weather.world
         self.rng = random.Random(seed)
-        self.policy = ToyPolicy(w.world, w.supersteps_max)
-        self.ranks = [
-            _Rank(member_class(r, w.world, policy=self.policy, check=toy_check, words_back=w.words_back))
-            for r in range(w.world)
-        ]
-        self.sequencer = sequencer_class(
-            w.world,
-            self.policy,
-            plan=toy_plan,
-            words_back=w.words_back,
-            slack_start=w.slack_start,
-            slack_max=w.slack_max,
-            deadline_ns=w.deadline_ns,
-            deadline_launches=w.deadline_launches,
-            gathers_max=w.gathers_max,
-        )
-        self.checker = Checker(w.world)
+        self.policy = ToyPolicy(self.world, self.weather.supersteps_max)
+        self.member_class = member_class
+        self.sequencer_class = sequencer_class
+        self.conductor_class = conductor_class
         self.rewrite_words = rewrite_words
         self.word_copies = word_copies
         self.validate_machines = validate_machines
-        self.words = [[0] * word_copies for _ in range(w.world)]
         self.now_ns = 0
         self.steps_count = 0
+        self.starts_count = 0
         self.is_stop_wanted = False
-        self.log: deque[str] = deque(maxlen=LOG_COUNT_MAX)
-        self._calendar: list[tuple[int, int, str, tuple[Any, ...]]] = []
+        self.is_calm = False
+        self.requests: dict[str, str] = {}  #: id -> how it ended, "" before
+        self.clients_left = 0  #: requests that are still to come
+        self.live: _Run | None = None
+        self.runs: list[_Run] = []
+        self.processes: list[_Process] = []  #: the newest of each rank
+        self.log: deque[tuple[int, object, object]] = deque(maxlen=LOG_COUNT_MAX)
+        self._by_incarnation: dict[str, _Process] = {}
+        self._cut_ns: dict[str, int] = {}  #: frames of a dead process that would arrive later are lost
+        self._starting: set[int] = set()
+        self._calendar: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._calendar_count = 0
-        self._last_delivery: dict[tuple[int, int], int] = {}
-        self._tick_due_ns: int | None = None
-        self._composed_by_all = 0  #: launches below it are composed by every rank
+        self._last_up: dict[str, int] = {}
+        self._last_down: dict[str, int] = {}
 
     # ---- the run -----------------------------------------------------------------------------------------------
-    def run(self, steps_max: int = 200_000) -> Checker:
+    def run(self, steps_max: int = 200_000) -> Simulator:
         try:
             self._run(steps_max)
         except (ProtocolError, AssertionError) as failure:
-            log = "\n".join(self.log)
             raise SimulationFailed(
-                f"seed {self.seed}, launch {self._composed_by_all}, {self.now_ns / 1e6:.3f} ms: "
-                f"{type(failure).__name__}: {failure}\n{self.weather}\n{log}"
+                f"seed {self.seed}, {self.now_ns / 1e6:.3f} ms: {type(failure).__name__}: {failure}\n{self.trouble}\n"
+                + self.short_log()
             ) from failure
-        return self.checker
+        return self
+
+    def short_log(self, count: int = LOG_COUNT_MAX) -> str:
+        """The last entries: time in ms, rank or who else, what it did."""
+        return "\n".join(f"{at / 1e6:10.3f} {who!s:>4} {what}" for at, who, what in list(self.log)[-count:])
 
     def _run(self, steps_max: int) -> None:
         self._plan_clients()
-        for rank in range(self.weather.world):
-            self._offer_boundary(rank)
-        while self._calendar and self.pending() is not None:
+        for rank in range(self.world):
+            self.processes.append(self._new_process(rank))
+        while self._calendar:
             self.steps_count += 1
             if self.steps_count > steps_max:
                 raise SimulationFailed(f"does not end: {self.pending()}")
             self.now_ns, _, what, arguments = heapq.heappop(self._calendar)
-            getattr(self, "_on_" + what)(*arguments)
-        reason = self.pending()
-        if reason is not None:
-            raise SimulationFailed(f"nothing more happens: {reason}")
+            what(*arguments)
+            if self.is_calm and all(process.is_over for process in self.processes) and self.pending() is None:
+                return
+        raise SimulationFailed(f"nothing more happens: {self.pending()}")
 
     def pending(self) -> str | None:
-        """Why the run is not over, or None: the fleet is quiet and everything has ended."""
-        for rank, one in enumerate(self.ranks):
-            if one.stop_launch is None:
-                return f"rank {rank} has not begun Stop; records {one.member.records}"
-            if one.reserved:
-                return f"rank {rank} holds scratch for {one.reserved}"
-            if not one.member.everyone_said_bye:
-                return f"rank {rank} has heard Bye of {sorted(one.member.state.byes)} only"
-        for request_id, how in self.checker.posts.items():
-            if not how:
-                return f"post {request_id} has not ended"
-        if self.checker.missing:
-            return f"whales begun by some only: {self.checker.missing}"
+        """Why the seed is not over, or None."""
+        for process in self.processes:
+            if not process.is_over:
+                heard = sorted(process.member.state.byes)
+                return (
+                    f"rank {process.rank} at launch {process.count} has not ended: started {process.has_started}, "
+                    f"records {process.member.records}, Stop {process.stop_launch}, heard Bye of {heard}"
+                )
+        if not self.is_stop_wanted:
+            return "nobody has stopped the world"
+        open_requests = [request_id for request_id, how in self.requests.items() if not how]
+        if open_requests:
+            return f"requests {open_requests} have not ended"
+        for run in self.runs:
+            if run.checker.missing and not run.has_killed:
+                return f"whales begun by some only: {run.checker.missing}"
         return None
 
-    def _schedule(self, at_ns: int, what: str, *arguments: Any) -> None:
+    def _schedule(self, at_ns: int, what: Callable[..., None], *arguments: Any) -> None:
         self._calendar_count += 1
-        heapq.heappush(self._calendar, (max(at_ns, self.now_ns), self._calendar_count, what, arguments))
+        heapq.heappush(self._calendar, (at_ns, self._calendar_count, what, arguments))
 
     def _between(self, bounds: tuple[int, int]) -> int:
-        return self.rng.randint(*bounds)
+        return bounds[0] + int((bounds[1] - bounds[0] + 1) * self.rng.random())
 
     def _note(self, who: object, what: object) -> None:
-        self.log.append(f"{self.now_ns / 1e6:10.3f} {who!s:>4} {what}")
+        self.log.append((self.now_ns, who, what))
 
-    # ---- clients -----------------------------------------------------------------------------------------------
+    # ---- clients and the supervisor ----------------------------------------------------------------------------
     def _plan_clients(self) -> None:
         w, rng = self.weather, self.rng
-        for number in range(w.world * w.posts_per_rank):
-            self._schedule(rng.randint(0, w.posts_within_ns), "post", rng.randrange(w.world), f"r{number}")
-        end_ns = w.posts_within_ns
+        count = min(self.world * w.posts_per_rank, REQUESTS_MAX)
+        self.clients_left = count
+        within_ns = max(w.posts_within_ns, 20 * w.message_ns[1])
+        for number in range(count):
+            at_ns = rng.randint(0, w.posts_within_ns) + 12 * w.message_ns[1]
+            self._schedule(at_ns, self._ask, rng.randrange(self.world), f"r{number}")
+        for _ in range(w.early_deaths):
+            self._schedule(rng.randint(0, 8 * w.message_ns[1]), self._kill, rng.randrange(self.world))
+        for _ in range(w.deaths):
+            self._schedule(rng.randint(0, 3 * within_ns), self._kill, rng.randrange(self.world))
         if w.ending == "stop":
-            self._schedule(rng.randint(0, 2 * end_ns), "stop", None)
+            self._schedule(rng.randint(0, 3 * within_ns), self._stop, None)
         elif w.ending == "drain":
-            self._schedule(rng.randint(0, 2 * end_ns), "stop", 30.0)
+            self._schedule(rng.randint(0, 3 * within_ns), self._stop, 30.0)
         elif w.ending == "leave":
-            for rank in range(w.world):
-                self._schedule(rng.randint(0, 3 * end_ns), "drain_here", rank)
+            self._schedule(rng.randint(0, 3 * within_ns), self._leave)
+        self._schedule(4 * within_ns, self._calm_down)
 
-    def _on_post(self, rank: int, request_id: str) -> None:
-        one = self.ranks[rank]
-        if one.is_draining or one.stop_launch is not None:
-            return  # its endpoint answers 503
-        length = self.rng.randint(8, 60)
-        tokens = array("i", range(length)).tobytes()
-        digest = hashlib.sha256(tokens).hexdigest()
-        self.checker.post_wanted(request_id)
-        self._put(rank, ev.PostWanted(request_id=request_id, tokens=tokens, prompt_hash=digest, max_tokens=4))
+    def _calm_down(self) -> None:
+        self._note("sim", "the weather calms down")
+        self.is_calm = True
+        self.weather = self.weather.calmed()
+
+    def _ask(self, rank: int, request_id: str) -> None:
+        """A client's request; a rank that is not up, or drains, answers 503."""
+        self.clients_left -= 1
+        process = self.processes[rank]
+        if process.is_over or not process.has_started or process.is_draining or process.stop_launch is not None:
+            self.requests[request_id] = "refused"
+            self._stop_if_quiet()
+            return
+        self.requests[request_id] = ""
+        length = self.rng.randint(*LENGTHS)
+        process.prompts[request_id] = array("i", range(length)).tobytes()
+        is_whale = length > ARMED_ROWS and self.rng.random() < self.weather.whale_chance
+        tokens_max = self.rng.randint(1, 4)
+        process.left_to_decode[request_id] = tokens_max
+        process.scheduler.add(request_id, length, tokens_max, whale=is_whale)
+        self._wake(process)
         if self.rng.random() < self.weather.withdraw_chance:
             delay_ns = self.rng.randint(0, 6 * (self.weather.message_ns[1] + self.weather.launch_ns[1]))
-            self._schedule(self.now_ns + delay_ns, "withdraw", rank, request_id)
+            self._schedule(self.now_ns + delay_ns, self._withdraw, process, request_id)
 
-    def _on_withdraw(self, rank: int, request_id: str) -> None:
-        if not self.checker.posts[request_id]:
-            self._put(rank, ev.WithdrawWanted(request_id))
+    def _withdraw(self, process: _Process, request_id: str) -> None:
+        if process.is_over or self.requests[request_id] or request_id in process.is_cancelled:
+            return
+        process.is_cancelled.add(request_id)
+        self._put(process, ev.WithdrawWanted(request_id))
 
-    def _on_stop(self, grace_s: float | None) -> None:
+    def _end_request(self, process: _Process, request_id: str, how: str) -> None:
+        if self.requests[request_id]:
+            raise SimulationFailed(f"{request_id} ends twice: {self.requests[request_id]}, then {how}")
+        self.requests[request_id] = how
+        del process.prompts[request_id], process.left_to_decode[request_id]
+        process.scheduler.remove(request_id)
+        self._stop_if_quiet()
+
+    def _stop_if_quiet(self) -> None:
+        if self.weather.ending == "quiet" and self.clients_left == 0 and all(self.requests.values()):
+            self._schedule(self.now_ns, self._stop, None)
+
+    def _has_healthy_run(self) -> bool:
+        run = self.live
+        return run is not None and run.conductor.has_started and run.conductor.failure is None
+
+    def _stop(self, grace_s: float | None) -> None:
+        run = self.live
+        if self.is_stop_wanted:
+            return
+        if run is None or not self._has_healthy_run():  # not while it comes up
+            self._schedule(self.now_ns + 10 * self.weather.message_ns[1], self._stop, grace_s)
+            return
+        self._note("sim", f"stop the world, grace {grace_s}")
         self.is_stop_wanted = True
-        self._step_sequencer(ev.StopWanted(grace_s))
+        self._perform(run, run.conductor.order(ev.StopWanted(grace_s), self.now_ns, self._count_of_zero()))
 
-    def _on_drain_here(self, rank: int) -> None:
+    def _leave(self) -> None:
+        """Every rank gets its own SIGTERM, one after the other."""
+        if not self._has_healthy_run():
+            self._schedule(self.now_ns + 10 * self.weather.message_ns[1], self._leave)
+            return
+        self._note("sim", "all ranks leave")
         self.is_stop_wanted = True
-        self.ranks[rank].is_draining = True
-        self._put(rank, ev.DrainWanted())
+        for process in self.processes:
+            at_ns = self.now_ns + self._between((0, 20 * self.weather.message_ns[1]))
+            self._schedule(at_ns, self._drain_here, process)
 
-    def _clients_are_done(self) -> bool:
-        expected = self.weather.world * self.weather.posts_per_rank
-        return len(self.checker.posts) == expected and all(self.checker.posts.values())
+    def _drain_here(self, process: _Process) -> None:
+        if not process.is_over:
+            process.is_draining = True
+            self._put(process, ev.DrainWanted())
 
-    # ---- messages ----------------------------------------------------------------------------------------------
-    def _send(self, source: int, target: int, message: msg.Message) -> None:
-        """Any delay, but in order per pair."""
-        delay_ns = self._between(self.weather.message_ns)
-        if self.rng.random() < self.weather.straggler_chance:
-            delay_ns *= 10
-        at_ns = self.now_ns + delay_ns
-        at_ns = max(at_ns, self._last_delivery.get((source, target), 0) + 1)
-        self._last_delivery[source, target] = at_ns
-        self._schedule(at_ns, "delivery", source, target, message)
+    # ---- processes ---------------------------------------------------------------------------------------------
+    def _new_process(self, rank: int) -> _Process:
+        w = self.weather
+        self.starts_count += 1
+        member = self.member_class(rank, self.world, policy=self.policy, check=toy_check, words_back=w.words_back)
+        process = _Process(rank, f"{rank}.{self.starts_count}", member)
+        self._by_incarnation[process.incarnation] = process
+        self._note(rank, f"starts as {process.incarnation}")
+        if rank == 0:
+            sequencer = self.sequencer_class(
+                self.world,
+                self.policy,
+                plan=toy_plan,
+                words_back=w.words_back,
+                slack_start=w.slack_start,
+                slack_max=w.slack_max,
+                deadline_ns=w.deadline_ns,
+                deadline_launches=w.deadline_launches,
+                gathers_max=w.gathers_max,
+            )
+            self.live = _Run(sequencer, self.conductor_class(self.world, sequencer), self.world, self.word_copies)
+            self.runs.append(self.live)
+        self._schedule(self.now_ns, self._say_hello, process)
+        return process
 
-    def _on_delivery(self, source: int, target: int, message: msg.Message) -> None:
-        if target == SEQUENCER:
-            self._step_sequencer(ev.Received(message, source))
+    def _start(self, rank: int) -> None:
+        self._starting.discard(rank)
+        if self.processes[rank].is_over and not self.is_stop_wanted:
+            self.processes[rank] = self._new_process(rank)
+
+    def _say_hello(self, process: _Process) -> None:
+        """Until it is answered."""
+        if process.is_over or process.has_table:
+            return
+        entry = msg.SlabEntry(rank=process.rank, incarnation=process.incarnation, host="h", pid=1, ticket=b"")
+        self._send(process, msg.Hello(entry=entry, world=self.world, fingerprint={"model": "toy"}))
+        self._schedule(self.now_ns + 3 * self.trouble.message_ns[1], self._say_hello, process)
+
+    def _say_mapped(self, process: _Process) -> None:
+        if process.is_over or process.has_started:
+            return
+        self._send(process, msg.Mapped(rank=process.rank))
+        self._schedule(self.now_ns + 3 * self.trouble.message_ns[1], self._say_mapped, process)
+
+    def _kill(self, rank: int) -> None:
+        process = self.processes[rank]
+        if process.is_over:
+            return
+        self._note(rank, "is killed")
+        for run in self.runs:
+            run.has_killed = run.has_killed or run is self.live or run.processes.get(rank) is process
+        self._end(process)
+
+    def _fail(self, process: _Process, why: object) -> None:
+        self._note(process.rank, f"fails: {why}")
+        if self.live is not None and not any(run.has_killed for run in self.runs):
+            raise SimulationFailed(f"rank {process.rank} fails though nobody was killed: {why}")
+        self._end(process)
+
+    def _end(self, process: _Process) -> None:
+        """However a process ends: its requests end with it, its frames up to some moment arrive, then it is gone."""
+        process.is_over = True
+        for request_id in list(process.prompts):
+            self._end_request(process, request_id, "error")
+        cut_ns = self.now_ns + self._between((0, self.weather.message_ns[1]))
+        self._cut_ns[process.incarnation] = cut_ns
+        run = self.live
+        if run is not None:
+            run.dead.add(process.rank)
+        if self.rng.random() < self.weather.zombie_chance:
+            for message in process.sent:
+                if isinstance(message, msg.Hello):
+                    continue  # a process that had no answer yet is welcome, and alive
+                at_ns = self.now_ns + self._between((0, 40 * self.weather.message_ns[1]))
+                self._schedule(at_ns, self._arrives_late, process, message)
+        if process.rank == 0:
+            self.live = None
+            for other in self.processes[1:]:
+                self._schedule(cut_ns + self._between(self.weather.message_ns), self._lose_centre, other)
         else:
-            self._put(target, ev.Received(message))
+            self._schedule(cut_ns + self._between(self.weather.message_ns), self._is_gone, process)
+        self._supervise()
 
-    def _put(self, rank: int, event: ev.Event) -> None:
-        """Whoever puts something into an inbox wakes the rank."""
-        one = self.ranks[rank]
-        one.inbox.append(event)
-        if one.is_asleep:
-            self._wake(rank)
-        elif one.stop_launch is not None:
-            self._drain_inbox(rank)
+    def _finish(self, process: _Process) -> None:
+        """After Stop: nobody waits for this process any more."""
+        if not process.is_over:
+            self._note(process.rank, "exits")
+            process.is_over = True
+            for request_id in list(process.prompts):
+                self._end_request(process, request_id, "error")
 
-    def _step_sequencer(self, event: ev.Event) -> None:
-        effects = self.sequencer.step(event, self.now_ns, self.ranks[0].count)
+    def _supervise(self) -> None:
+        """Start again what has ended: a rank by itself while the world comes up, all together afterwards."""
+        if self.is_stop_wanted:
+            return
+        over = [process.rank for process in self.processes if process.is_over]
+        is_up = self.live is not None and self.live.conductor.is_complete
+        for rank in over:
+            if rank not in self._starting and (not is_up or len(over) == self.world):
+                self._starting.add(rank)
+                self._schedule(self.now_ns + 4 * self._between(self.weather.message_ns), self._start, rank)
+
+    def _is_gone(self, process: _Process) -> None:
+        """Whichever rank 0 it was connected to last."""
+        run = self.live
+        if run is not None:
+            self._perform(run, run.conductor.gone(process.incarnation, "killed", self.now_ns, self._count_of_zero()))
+
+    def _lose_centre(self, process: _Process) -> None:
+        """The connection to rank 0 has ended: fatal once the table is out, else the new rank 0 is said hello to."""
+        if not process.is_over and process.has_table and not process.has_said_bye:
+            self._fail(process, "rank 0 is gone")
+
+    # ---- frames ------------------------------------------------------------------------------------------------
+    def _delay_ns(self) -> int:
+        delay_ns = self._between(self.weather.message_ns)
+        if self.weather.straggler_chance and self.rng.random() < self.weather.straggler_chance:
+            delay_ns *= 10
+        return delay_ns
+
+    def _send(self, process: _Process, message: msg.Message) -> None:
+        """To rank 0. Any delay, but in order per process."""
+        process.sent.append(message)
+        at_ns = max(self.now_ns + self._delay_ns(), self._last_up.get(process.incarnation, 0) + 1)
+        self._last_up[process.incarnation] = at_ns
+        self._schedule(at_ns, self._arrives, process, message)
+
+    def _arrives(self, process: _Process, message: msg.Message) -> None:
+        run = self.live
+        if run is not None and self.now_ns <= self._cut_ns.get(process.incarnation, self.now_ns):
+            outs = run.conductor.received(process.incarnation, message, self.now_ns, self._count_of_zero())
+            self._perform(run, outs)
+
+    def _arrives_late(self, process: _Process, message: msg.Message) -> None:
+        """A process of a world that has ended was only stopped, and goes on."""
+        run = self.live
+        if run is not None:
+            outs = run.conductor.received(process.incarnation, message, self.now_ns, self._count_of_zero())
+            self._perform(run, outs)
+
+    def _count_of_zero(self) -> int:
+        return self.processes[0].count if self.processes else 0
+
+    def _perform(self, run: _Run, outs: list[Out]) -> None:
         if self.validate_machines:
-            validate(self.sequencer)
-        for effect in effects:
-            assert isinstance(effect, do.SendTo | do.Broadcast)
-            targets = [effect.rank] if isinstance(effect, do.SendTo) else range(self.weather.world)
-            self.checker.sequencer_sent(effect.message, self.ranks[0].count)
-            if not isinstance(effect.message, msg.Gather):
-                self._note("seq", f"{effect.message} to {list(targets)}")
-            for target in targets:
-                self._send(SEQUENCER, target, effect.message)
-        due_ns = self.sequencer.next_deadline_ns
-        if due_ns is not None and due_ns != self._tick_due_ns:
-            self._tick_due_ns = due_ns
-            self._schedule(due_ns, "tick", due_ns)
+            validate(run.sequencer)
+        last: msg.Message | None = None
+        for out in outs:
+            message = out.message
+            if message is not last:
+                last = message
+                if isinstance(message, msg.Died):
+                    if message.rank not in run.dead:
+                        raise SimulationFailed(f"rank {message.rank} is called dead, and lives: {message.how}")
+                elif not isinstance(message, msg.Gather):
+                    run.checker.sequencer_sent(message, self._count_of_zero())
+                self._note("hub", type(message).__name__ if isinstance(message, msg.Gather | msg.Table) else message)
+            target = self._by_incarnation.get(out.incarnation)
+            if target is not None and not target.is_over:
+                at_ns = max(self.now_ns + self._delay_ns(), self._last_down.get(out.incarnation, 0) + 1)
+                self._last_down[out.incarnation] = at_ns
+                self._schedule(at_ns, self._delivered, target, message, run)
+        due_ns = run.sequencer.next_deadline_ns
+        if due_ns is not None and due_ns != run.tick_due_ns:
+            run.tick_due_ns = due_ns
+            self._schedule(max(due_ns, self.now_ns), self._tick, run, due_ns)
 
-    def _on_tick(self, due_ns: int) -> None:
-        if due_ns == self._tick_due_ns:
-            self._tick_due_ns = None
-            self._step_sequencer(ev.Tick())
+    def _tick(self, run: _Run, due_ns: int) -> None:
+        if due_ns == run.tick_due_ns and run is self.live:
+            run.tick_due_ns = None
+            self._perform(run, run.conductor.tick(self.now_ns, self._count_of_zero()))
+
+    def _delivered(self, process: _Process, message: msg.Message, run: _Run) -> None:
+        if process.is_over or (process.rank and run is not self.live):  # the connection ended with rank 0
+            return
+        match message:
+            case msg.Table():
+                if not process.has_table:
+                    process.has_table = True
+                    self._schedule(self.now_ns + self._between(self.weather.message_ns), self._say_mapped, process)
+            case msg.WorldStarts():
+                if not process.has_started:
+                    process.has_started = True
+                    run.processes[process.rank] = process
+                    self._offer_boundary(run, process)
+            case msg.Refused():
+                self._note(process.rank, f"is refused: {message.reason}")
+                if self._run_of(process) is not None:
+                    raise SimulationFailed(f"rank {process.rank}, which runs, is refused: {message.reason}")
+                self._end(process)
+            case msg.Died():
+                self._fail(process, message)
+            case _:
+                self._put(process, ev.Received(message))
+
+    def _put(self, process: _Process, event: ev.Event) -> None:
+        """Whoever puts something into an inbox wakes the rank."""
+        process.inbox.append(event)
+        if process.is_asleep:
+            self._wake(process)
+        elif process.stop_launch is not None:
+            self._drain_inbox(process)
+            if process.member.everyone_said_bye:
+                self._finish(process)
 
     # ---- launches ----------------------------------------------------------------------------------------------
-    def _offer_boundary(self, rank: int) -> None:
+    def _run_of(self, process: _Process) -> _Run | None:
+        """The run that a living process takes part in; None when rank 0 is gone, and with it the run."""
+        run = self.live
+        return run if run is not None and run.processes.get(process.rank) is process else None
+
+    def _offer_boundary(self, run: _Run, process: _Process) -> None:
         """Schedule the next boundary of a rank if the paired exchange lets it come to one."""
-        one = self.ranks[rank]
-        if one.boundary_due or one.is_asleep or one.stop_launch is not None:
+        if process.boundary_due or process.is_asleep or process.stop_launch is not None or process.is_over:
             return
-        if one.count + 1 - self.weather.words_back <= self._composed_by_all:
-            one.boundary_due = True
-            self._schedule(one.free_at_ns, "boundary", rank, False)
+        if process.count + 1 - self.weather.words_back <= run.composed_by_all:
+            process.boundary_due = True
+            self._schedule(max(process.free_at_ns, self.now_ns), self._boundary, process, False)
 
-    def _on_boundary(self, rank: int, is_woken: bool) -> None:
-        one, w = self.ranks[rank], self.weather
-        one.boundary_due = False
-        if one.operation_left > 0:
-            one.operation_left -= 1
+    def _boundary(self, process: _Process, is_woken: bool) -> None:
+        process.boundary_due = False
+        run = self._run_of(process)
+        if process.is_over or run is None:
+            return
+        if process.operation_left > 0:
+            process.operation_left -= 1
         else:
-            self._drain_inbox(rank)
-            self._say_drained(rank)
-            a_peer_is_ahead = any(other.count > one.count for other in self.ranks)
-            is_idle = one.member.may_sleep and self.rng.random() >= w.busy_chance
-            if is_idle and not a_peer_is_ahead and not is_woken:
-                self._fall_asleep(rank)
+            w, member = self.weather, process.member
+            if process.inbox:
+                self._drain_inbox(process)
+            if process.scheduler.waiting_count:
+                self._admit(process)
+            if process.is_draining and not process.has_left and process.scheduler.is_empty:
+                process.has_left = True
+                self._step_member(process, ev.DrainedHere())
+            if (
+                not is_woken
+                and not process.scheduler.has_work
+                and member.may_sleep
+                and self.rng.random() >= w.busy_chance
+                and not any(other.count > process.count for other in run.processes.values())
+            ):
+                self._fall_asleep(run, process)
                 return
-            if not one.member.is_armed and self.rng.random() < w.operation_chance:
-                one.operation_left = self.rng.randint(2, w.operation_launches_max) - 1
-        self._compose(rank)
+            if w.operation_chance and not member.is_armed and self.rng.random() < w.operation_chance:
+                process.operation_left = self.rng.randint(2, w.operation_launches_max) - 1
+        self._compose(run, process)
 
-    def _compose(self, rank: int) -> None:
-        one, w = self.ranks[rank], self.weather
-        launch = one.count
-        slot = (launch - w.words_back) % self.word_copies
-        words = tuple(copies[slot] for copies in self.words) if launch >= w.words_back else (0,) * w.world
-        compose = self._step_member(rank, ev.LaunchComposing(launch, words))
+    def _admit(self, process: _Process) -> None:
+        for entry in process.scheduler.admit():
+            if entry.phase is Phase.POSTED:
+                tokens = process.prompts[entry.request_id]
+                wanted = ev.PostWanted(
+                    request_id=entry.request_id,
+                    tokens=tokens,
+                    prompt_hash=hashlib.sha256(tokens).hexdigest(),
+                    max_tokens=entry.max_tokens,
+                )
+                self._step_member(process, wanted)
+
+    def _compose(self, run: _Run, process: _Process) -> None:
+        w, rank, launch = self.weather, process.rank, process.count
+        row = run.word_rows[(launch - w.words_back) % self.word_copies]
+        words = tuple(row) if launch >= w.words_back else (0,) * self.world
+        compose = self._step_member(process, ev.LaunchComposing(launch, words))
         assert compose is not None
-        self.words[rank][launch % self.word_copies] = compose.word
-        self.checker.composed(rank, compose)
-        is_long = compose.kind is do.LaunchKind.SUPERSTEP
-        one.free_at_ns = self.now_ns + self._between(w.superstep_ns if is_long else w.launch_ns)
+        process.count, process.composed_ns = launch + 1, self.now_ns
+        run.word_rows[launch % self.word_copies][rank] = compose.word
+        run.checker.composed(rank, compose)
+        if not process.scheduler.is_empty:
+            self._run_launch(process, compose, process.scheduler.compose(compose.kind))
+        took_ns = self._between(w.superstep_ns if compose.kind is do.LaunchKind.SUPERSTEP else w.launch_ns)
+        process.free_at_ns = self.now_ns + (5 * took_ns if rank == w.slow_rank else took_ns)
         if compose.kind is do.LaunchKind.STOP:
             self._note(rank, f"stops at {launch}")
-            self.checker.expect(not one.reserved, f"rank {rank} stops with scratch for {one.reserved}")
-            one.stop_launch = launch
-        for peer, other in enumerate(self.ranks):
-            if other.is_asleep and other.count <= launch:
-                self._schedule(self.now_ns + BELL_NS, "bell", peer, other.wake_token)
-        composed_by_all = min(other.count for other in self.ranks)
-        if composed_by_all > self._composed_by_all:
-            self._composed_by_all = composed_by_all
-            for peer in range(w.world):
-                self._offer_boundary(peer)
-            self._say_bye()
-            if w.ending == "quiet" and not self.is_stop_wanted and self._clients_are_done():
-                self._on_stop(None)
-        else:
-            self._offer_boundary(rank)
+            run.checker.expect(not process.reserved, f"rank {rank} stops with scratch for {process.reserved}")
+            process.stop_launch = launch
+        for peer in run.sleepers:
+            other = run.processes[peer]
+            if other.count <= launch:
+                self._schedule(self.now_ns + BELL_NS, self._bell, other, other.wake_token)
+        if launch == run.composed_by_all:
+            run.behind_count -= 1
+            if not run.behind_count:
+                run.composed_by_all = launch + 1
+                run.behind_count = sum(other.count == launch + 1 for other in run.processes.values())
+                for other in run.processes.values():
+                    self._offer_boundary(run, other)
+                self._say_bye(run)
+                return
+        self._offer_boundary(run, process)
 
-    def _fall_asleep(self, rank: int) -> None:
-        one = self.ranks[rank]
-        one.is_asleep = True
-        one.wake_token += 1
-        self._schedule(self.now_ns + HEARTBEAT_NS, "heartbeat", rank, one.wake_token)
+    def _run_launch(self, process: _Process, compose: do.Compose, plan: LaunchPlan) -> None:
+        """What becomes of the requests; the rows themselves are nobody's business here."""
+        rows = sum(chunk.length for chunk in plan.chunks)
+        bound = {do.LaunchKind.ORDINARY: CHUNK_TOKENS, do.LaunchKind.ARMED: ARMED_ROWS}.get(compose.kind, 0)
+        if rows > bound:
+            raise SimulationFailed(f"rank {process.rank}: {rows} prompt rows in {compose}")
+        for chunk in plan.chunks:
+            process.scheduler.prefilled(chunk)
+        for request_id in plan.decodes:
+            process.left_to_decode[request_id] -= 1
+            if request_id in process.is_cancelled:
+                self._end_request(process, request_id, "cancelled")
+            elif process.left_to_decode[request_id] == 0:
+                self._end_request(process, request_id, "finished")
 
-    def _on_bell(self, rank: int, token: int) -> None:
-        if self.ranks[rank].is_asleep and self.ranks[rank].wake_token == token:
-            self._wake(rank)
+    def _fall_asleep(self, run: _Run, process: _Process) -> None:
+        process.is_asleep = True
+        process.wake_token += 1
+        run.sleepers.add(process.rank)
+        self._schedule(self.now_ns + HEARTBEAT_NS, self._heartbeat, process, process.wake_token)
 
-    def _on_heartbeat(self, rank: int, token: int) -> None:
-        one = self.ranks[rank]
-        if one.is_asleep and one.wake_token == token:
-            waiting = [peer for peer, other in enumerate(self.ranks) if other.count > one.count]
-            self.checker.expect(not waiting, f"rank {rank} slept until its heartbeat while {waiting} waited for it")
-            self._wake(rank)
+    def _bell(self, process: _Process, token: int) -> None:
+        if process.is_asleep and process.wake_token == token:
+            self._wake(process)
 
-    def _wake(self, rank: int) -> None:
-        one = self.ranks[rank]
-        one.is_asleep = False
-        one.boundary_due = True
-        self._schedule(self.now_ns, "boundary", rank, True)
+    def _heartbeat(self, process: _Process, token: int) -> None:
+        run = self._run_of(process)
+        if run is not None and process.is_asleep and process.wake_token == token:
+            waiting = [
+                rank
+                for rank, other in run.processes.items()
+                if other.count > process.count and other.composed_ns + BELL_NS < self.now_ns
+            ]
+            if waiting:
+                raise SimulationFailed(f"rank {process.rank} slept until its heartbeat, {waiting} waited for it")
+            self._wake(process)
+
+    def _wake(self, process: _Process) -> None:
+        run = self._run_of(process)
+        if process.is_asleep and run is not None:
+            process.is_asleep = False
+            run.sleepers.discard(process.rank)
+            process.boundary_due = True
+            self._schedule(self.now_ns, self._boundary, process, True)
+
+    def _say_bye(self, run: _Run) -> None:
+        for process in run.processes.values():
+            is_over = process.stop_launch is not None and process.stop_launch < run.composed_by_all
+            if is_over and not process.has_said_bye and not process.is_over:
+                process.has_said_bye = True
+                for request_id in list(process.prompts):
+                    self._end_request(process, request_id, "error")
+                self._send(process, msg.Bye(rank=process.rank))
+                self._schedule(self.now_ns + 2_000_000_000, self._finish, process)
 
     # ---- a rank's loop -----------------------------------------------------------------------------------------
-    def _drain_inbox(self, rank: int) -> None:
-        one = self.ranks[rank]
+    def _drain_inbox(self, process: _Process) -> None:
         late: list[ev.Event] = []
-        while one.inbox:
-            event = one.inbox.popleft()
-            self._step_member(rank, event, late)
-            is_commit = isinstance(event, ev.Received) and isinstance(event.message, msg.Commit)
-            if is_commit and self.rewrite_words and one.count:
-                following = next(r for r in one.member.records if r.launch is not None)
-                self.words[rank][(one.count - 1) % self.word_copies] = following.seq + 1
+        while process.inbox:
+            event = process.inbox.popleft()
+            if isinstance(event, ev.WithdrawWanted):
+                self._cancel(process, event)
+                continue
+            self._step_member(process, event, late)
+            if self.rewrite_words and process.count and isinstance(event, ev.Received):
+                self._rewrite_word(process, event.message)
         for answer in late:
-            self._step_member(rank, answer)
+            self._step_member(process, answer)
 
-    def _say_drained(self, rank: int) -> None:
-        one = self.ranks[rank]
-        if one.is_draining and not one.has_left and not one.member.state.posts:
-            one.has_left = True
-            self._step_member(rank, ev.DrainedHere())
+    def _rewrite_word(self, process: _Process, message: msg.Message) -> None:
+        run = self._run_of(process)
+        if isinstance(message, msg.Commit) and run is not None:
+            following = next(record for record in process.member.records if record.launch is not None)
+            run.word_rows[(process.count - 1) % self.word_copies][process.rank] = following.seq + 1
 
-    def _say_bye(self) -> None:
-        for rank, one in enumerate(self.ranks):
-            if one.stop_launch is not None and not one.has_said_bye and one.stop_launch < self._composed_by_all:
-                one.has_said_bye = True
-                self._send(rank, SEQUENCER, msg.Bye(rank=rank))
+    def _cancel(self, process: _Process, wish: ev.WithdrawWanted) -> None:
+        """As the loop does: a posted request ends with its post, any other at once."""
+        if wish.request_id not in process.scheduler or process.stop_launch is not None:
+            return
+        if process.scheduler.entry(wish.request_id).phase is Phase.POSTED:
+            self._step_member(process, wish)
+        else:
+            self._end_request(process, wish.request_id, "cancelled")
 
-    def _step_member(self, rank: int, event: ev.Event, late: list[ev.Event] | None = None) -> do.Compose | None:
+    def _step_member(self, process: _Process, event: ev.Event, late: list[ev.Event] | None = None) -> do.Compose | None:
         """Step a Member and perform its effects; `late` collects answers to Reserve for the end of a drain."""
-        one = self.ranks[rank]
-        effects = one.member.step(event, self.now_ns)
+        effects = process.member.step(event, self.now_ns)
         if self.validate_machines:
-            validate(one.member)
-        composing = isinstance(event, ev.LaunchComposing)
+            validate(process.member)
+        composing = type(event) is ev.LaunchComposing
+        if composing and len(effects) == 1 and type(effects[0]) is do.Compose:
+            return effects[0]
+        rank, run = process.rank, self._run_of(process)
+        assert run is not None
         for at, effect in enumerate(effects):
-            self.checker.expect(
-                isinstance(effect, do.Compose) == (composing and at == len(effects) - 1), f"{event} gives {effects}"
-            )
+            if isinstance(effect, do.Compose) != (composing and at == len(effects) - 1):
+                raise SimulationFailed(f"{event} gives {effects}")
             match effect:
                 case do.Send(message):
-                    self._note(rank, type(message).__name__ if isinstance(message, msg.Post) else message)
-                    self._send(rank, SEQUENCER, message)
+                    self._note(rank, message if not isinstance(message, msg.Post) else f"Post {message.request_id}")
+                    self._send(process, message)
                 case do.Reserve():
-                    self._reserve(rank, effect, late)
+                    self._reserve(process, effect, late)
                 case do.Disarm(seq, reason):
-                    self.checker.expect(seq in one.reserved, f"rank {rank} disarms seq {seq}: {reason}")
-                    one.reserved.discard(seq)
-                case do.PostEnded(request_id, reason):
+                    run.checker.expect(seq in process.reserved, f"rank {rank} disarms seq {seq}: {reason}")
+                    process.reserved.discard(seq)
+                case do.PostEnded(request_id, _):
                     self._note(rank, effect)
-                    self.checker.post_ended(request_id, reason)
+                    run.checker.local_count += 1
+                    process.scheduler.post_ended(request_id)
+                    if request_id in process.is_cancelled:
+                        self._end_request(process, request_id, "cancelled")
                 case do.WhaleBegun():
-                    self._note(rank, f"begins seq {effect.seq} at {one.count - 1}, slipped {effect.slipped}")
-                    self.checker.expect(effect.seq in one.reserved, f"rank {rank} begins seq {effect.seq} unreserved")
-                    self.checker.begin(rank, one.count - 1, effect)
+                    self._note(rank, f"begins seq {effect.seq} at {process.count}, slipped {effect.slipped}")
+                    run.checker.expect(effect.seq in process.reserved, f"rank {rank} begins {effect.seq} unreserved")
+                    run.checker.begin(rank, process.count, effect)
                     if effect.gather.plan.poster == rank:
-                        self.checker.post_ended(effect.gather.request_id, "superstep")
+                        process.scheduler.whale_prefilled(effect.gather.request_id)
                 case do.WhaleOver(seq):
-                    one.reserved.discard(seq)
+                    process.reserved.discard(seq)
                 case do.DrainBegun():
-                    one.is_draining = True
+                    process.is_draining = True
                 case do.Compose():
                     return effect
         return None
 
-    def _reserve(self, rank: int, effect: do.Reserve, late: list[ev.Event] | None) -> None:
-        one, rng = self.ranks[rank], self.rng
+    def _reserve(self, process: _Process, effect: do.Reserve, late: list[ev.Event] | None) -> None:
+        rng = self.rng
         answer: ev.Event = ev.Reserved(effect.seq)
-        if not effect.is_owner and (one.is_draining or rng.random() < self.weather.decline_chance):
+        if not effect.is_owner and (process.is_draining or rng.random() < self.weather.decline_chance):
             answer = ev.CannotReserve(effect.seq, "no scratch")
         else:
-            one.reserved.add(effect.seq)
+            process.reserved.add(effect.seq)
         if late is not None and rng.random() < self.weather.late_answer_chance:
             late.append(answer)
         else:
-            self._step_member(rank, answer)
+            self._step_member(process, answer)

@@ -18,7 +18,7 @@ from whalez.errors import CapabilityMissing, FabricError
 
 _log = logging.getLogger(__name__)
 
-#: Every driver function that the fabric uses; a fake has these and no others.
+#: Every driver function that the fabric and its tests use; a fake has these and no others.
 CALLS: Final = (
     # start
     "cuInit",
@@ -38,6 +38,7 @@ CALLS: Final = (
     "cuMemPoolGetAttribute",
     "cuMemPoolTrimTo",
     "cuMemAlloc",
+    "cuMemAllocManaged",
     "cuMemFree",
     "cuMemHostAlloc",
     "cuMemFreeHost",

@@ -9,7 +9,9 @@ Rule 2: `choose` and `suspects` are pure. A provider that was asked for by name 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +34,10 @@ from whalez.rendezvous.messages import SlabEntry
 #: Collective: hands in this rank's bytes and returns those of all, in rank order.
 Gather = Callable[[bytes], Sequence[bytes]]
 
+_log = logging.getLogger(__name__)
+
 ARRIVAL_S: Final = 1.0
+_WORDS_MAX, _PEERS_WORDS_MAX = 2000, 16_000  # characters of one provider: a ballot has to fit into an offer of the hub
 _RUNG: Final = 0x5EED
 
 
@@ -86,6 +91,19 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(
             [f"slabs: {self.provider}", *(f"{name} unavailable: {why}" for name, why in self.reasons.items())]
         )
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a preflight, equal on all ranks but for the last two fields; its text is what status shows."""
+
+    choice: Choice
+    wait_by: Literal["memop", "spin"]  #: how this rank waits
+    memops: Memops | None  #: the driver's words on this rank
+
+    def __str__(self) -> str:
+        refused = [] if self.memops is None else [(n, w) for n, w in msgspec.structs.asdict(self.memops).items() if w]
+        words = "".join(f"; {name.replace('_', ' ')}: {words}" for name, words in refused)
+        return f"{self.choice}; waits by {self.wait_by}{words}"
 
 
 # ---- the decision, pure ---------------------------------------------------------------------------------------------
@@ -301,7 +319,12 @@ class _Attempt:
                     give_back()
 
     def probe(self) -> Probe:
-        return Probe(provider=self.name, words=self.words, failed=dict(self.failed))
+        each = max(60, _PEERS_WORDS_MAX // max(1, len(self.failed)))
+        return Probe(
+            provider=self.name,
+            words=self.words[:_WORDS_MAX],
+            failed={peer: words[:each] for peer, words in self.failed.items()},
+        )
 
 
 def _words_of(call: Callable[[], Any]) -> str:
@@ -383,33 +406,76 @@ def preflight(
         return _gather(gather, ballot, Ballot)  # all have unmapped; now what is mapped nowhere may go
 
 
+def agree(
+    device: Device, *, rank: int, world: int, host: str, gather: Gather, asked: str = "auto", **how: Any
+) -> Agreement:
+    """The preflight, the vote and the log. Collective: yes, as `preflight`, whose arguments `how` may give.
+
+    Args:
+        gather:  of a hub, between its table and its start: `lambda data: hub.gather(data, timeout_s)`
+        asked:   "auto", or the provider that the user named: used by all or refused by all
+    Raises: CapabilityMissing with the driver's words, on every rank; what `gather` raises
+    """
+    ballots = preflight(device, rank=rank, world=world, host=host, gather=gather, **how)
+    mine = ballots[rank]
+    try:
+        choice = choose(ballots, asked)
+    except CapabilityMissing as error:
+        _log.error("rank %d: %s", rank, error)
+        raise
+    agreement = Agreement(choice=choice, wait_by=mine.wait_by, memops=mine.memops)
+    _log.info("rank %d on %s, driver %d: %s", rank, mine.device, mine.driver_version, agreement)
+    return agreement
+
+
 def _entry(peer: int, ticket: bytes) -> SlabEntry:
     return SlabEntry(rank=peer, incarnation="preflight", host=f"rank {peer}'s machine", pid=0, ticket=ticket)
 
 
 def _gather(gather: Gather, mine: Any, kind: Any) -> list[Any]:
-    return [msgspec.msgpack.decode(each, type=kind) for each in gather(msgspec.msgpack.encode(mine))]
+    """What all ranks handed in. Raises FabricError for what no rank of this version sends."""
+    parts = []
+    for rank, data in enumerate(gather(msgspec.msgpack.encode(mine))):
+        try:
+            part = msgspec.msgpack.decode(data, type=kind)
+        except msgspec.MsgspecError as error:
+            raise FabricError(f"preflight: rank {rank} sent what is no part of it: {error}") from None
+        if isinstance(mine, list) and len(part) != len(mine):
+            raise FabricError(f"preflight: rank {rank} tries {len(part)} providers, this rank {len(mine)}")
+        parts.append(part)
+    return parts
 
 
 # ---- by hand -------------------------------------------------------------------------------------------------------
-def _second(pipe: Any, ordinal: int) -> None:
+MakeDriver = Callable[[], Driver]
+Image = Callable[[Kernel], bytes] | None
+
+
+def _second(pipe: Any, ordinal: int, make_driver: MakeDriver, image: Image) -> None:
     """Rank 1 of the world of two that `main` makes."""
 
     def gather(mine: bytes) -> list[bytes]:
         pipe.send_bytes(mine)
         return [pipe.recv_bytes(), mine]
 
-    with contextlib.suppress(FabricError, EOFError), Device(Driver(), ordinal) as device:
-        preflight(device, rank=1, world=2, host="this machine", gather=gather)
+    with contextlib.suppress(FabricError, EOFError), Device(make_driver(), ordinal) as device:
+        preflight(device, rank=1, world=2, host="this machine", gather=gather, image=image)
 
 
-def main(ordinal: int = 0) -> int:
-    """Try the providers between two processes on one device, and say what came of it. 0 if one works."""
+def main(argv: Sequence[str] = (), *, make_driver: MakeDriver = Driver, image: Image = None) -> int:
+    """Try the providers between two processes on one device, and say what came of it. 0 if one works.
+
+    make_driver, image:  another driver and its machine code, for tests
+    """
     import multiprocessing
 
+    parser = argparse.ArgumentParser(prog="python -m whalez.fabric.cuda.preflight", description=main.__doc__)
+    parser.add_argument("ordinal", type=int, nargs="?", default=0, help="of the device")
+    parser.add_argument("--slabs", default="auto", help=f"auto, or one of {', '.join(PROVIDERS)}: that one or none")
+    options = parser.parse_args(argv)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    second = context.Process(target=_second, args=(theirs, ordinal), daemon=True)
+    second = context.Process(target=_second, args=(theirs, options.ordinal, make_driver, image), daemon=True)
 
     def gather(mine: bytes) -> list[bytes]:
         if not pipe.poll(60):
@@ -419,15 +485,13 @@ def main(ordinal: int = 0) -> int:
         return [mine, other]
 
     try:
-        with Device(Driver(), ordinal) as device:
+        with Device(make_driver(), options.ordinal) as device:
             second.start()
             theirs.close()
-            ballots = preflight(device, rank=0, world=2, host="this machine", gather=gather)
-        print(
-            f"{ballots[0].device}, driver {ballots[0].driver_version}, "
-            f"waits by {ballots[0].wait_by}, {ballots[0].memops}"
-        )
-        print(choose(ballots))
+            agreement = agree(
+                device, rank=0, world=2, host="this machine", gather=gather, asked=options.slabs, image=image
+            )
+            print(f"{device.name}, driver {device.driver_version}; {agreement}")
     except (FabricError, EOFError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 1
@@ -439,4 +503,4 @@ def main(ordinal: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from whalez.errors import CapabilityMissing, FabricError, ShapeError
 from whalez.fabric.cuda.driver import Device, Teardown, during, run_all, with_trim
@@ -60,12 +59,6 @@ class CudaSlab:
         self._check(offset, len(data))
         self._device.bind()
         self._device.driver.cuMemcpyHtoD(self.address + offset, data, len(data))
-
-    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Refused: device memory has no view on the host. Raises FabricError."""
-        raise FabricError(
-            f"slab of rank {self.rank} is in device memory: use its address in kernels, or read and write"
-        )
 
 
 class CudaSlabs:

@@ -8,6 +8,7 @@ Hot: yes; a superstep puts thousands of entries on a stream.
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 import threading
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ from whalez.errors import CapabilityMissing
 from whalez.fabric.cuda.driver import Device, Teardown, during
 from whalez.fabric.cuda.kernels import doorbell_write_kernel
 from whalez.ops.device.kernel import Dim, Kernel
+
+_log = logging.getLogger(__name__)
 
 BATCH_MAX: Final = 255  #: operations of one cuStreamBatchMemOp
 _NON_BLOCKING: Final = 1  # not ordered against the legacy default stream
@@ -44,12 +47,24 @@ def codes_of(kernel: Kernel) -> str:
 
 def compiled(capability: tuple[int, int]) -> Callable[[Kernel], bytes]:
     """The image of a kernel for a device of this capability, kept or compiled now: at start-up, not in a loop."""
-    from whalez.ops.device.compile import PTX_LAST_RESORT, architectures_of, compile_cubin, compile_ptx, image_for
+    from whalez.ops.device.compile import (
+        PTX_LAST_RESORT,
+        PTX_VERSION,
+        architectures_of,
+        compile_cubin,
+        compile_last_resort,
+        image_for,
+    )
 
     def image(kernel: Kernel) -> bytes:
         arch = image_for(capability, architectures_of(kernel))
         if arch == PTX_LAST_RESORT:
-            return compile_ptx(kernel, "sm_80").encode() + b"\0"
+            _log.warning(
+                "%s: no image for compute capability %d.%d, the driver compiles PTX %s for %s: a slow start, and "
+                "not what the kernel report is about",
+                kernel.name, *capability, PTX_VERSION, PTX_LAST_RESORT,
+            )  # fmt: skip
+            return compile_last_resort(kernel).encode() + b"\0"
         return compile_cubin(kernel, arch)
 
     return image

@@ -41,6 +41,8 @@ from whalez.ops.device.kernel import KERNELS, Kernel
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PTX_LAST_RESORT = "compute_80"
+PTX_VERSION = "7.0"
+"""What the last resort asks of a driver: the first version that knows sm_80, and it has every instruction of ours."""
 COMPILERS = ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
 """The packages whose version decides what comes out."""
 
@@ -108,6 +110,17 @@ def compile_ptx(kernel: Kernel, arch: str) -> str:
             launch_bounds=threads,
         )
     return str(text)
+
+
+def compile_last_resort(kernel: Kernel) -> str:
+    """PTX text that the driver of a chip without an image compiles when it is loaded.
+
+    NVVM writes the version of its own toolkit at the top, which only a driver of that toolkit or a newer one takes. The
+    text says PTX_VERSION instead: the tests assemble that of every kernel, and the assembler checks each instruction.
+    """
+    text, count = re.subn(r"^\.version \d+\.\d+$", f".version {PTX_VERSION}", compile_ptx(kernel, "sm_80"), flags=re.M)
+    assert count == 1, f"{kernel.name}: {count} lines of .version"
+    return text
 
 
 def compile_cubin(kernel: Kernel, arch: str) -> bytes:

@@ -11,15 +11,10 @@ from typing import Any
 import numpy as np
 
 from whalez.ops.checks import axes_of, packed, rows_of, slots_of
+from whalez.ops.chunks import CHUNK, chunks_count
 from whalez.ops.kda import host_kernels as kernels
-from whalez.ops.kda.host_kernels import CHUNK
 
 Array = np.ndarray[Any, Any]
-
-
-def chunks_count(rows: int) -> int:
-    """N: chunks of 64 rows that cover `rows`, the last one ragged."""
-    return -(-rows // CHUNK)
 
 
 def kda_gate(f: Array, a_log: Array, dt_bias: Array) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from whalez.ops.chunks import CHUNK
 from whalez.ops.fastmath import exp_f32, f32_at, i64_at, sgemm, sigmoid_f32, softplus_f32
 
-CHUNK = 64  # rows between two states
 BLOCK = 16  # rows inside which pairwise decays are multiplied up token by token
 
 _ZERO = np.float32(0.0)

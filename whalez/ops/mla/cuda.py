@@ -244,6 +244,14 @@ def lse_thread(top: Any, mass: Any, scale: Any) -> Any:
     return EMPTY if mass == ZERO else top * scale + libdevice.logf(mass)
 
 
+@_inlined
+def quotient_thread(sum_: Any, divisor: Any, inverse: Any) -> Any:
+    """sum_ / divisor with one division a row and the same bits: what the product is off by is exact in one fused
+    multiply-add, and a second one adds it. The product alone would make a mean of equal values another value."""
+    quotient = sum_ * inverse
+    return libdevice.fmaf(libdevice.fmaf(-quotient, divisor, sum_), inverse, quotient)
+
+
 # ---- prefill --------------------------------------------------------------------------------------------------------
 
 
@@ -380,12 +388,12 @@ def _attend(tile: AttendTile) -> Kernel:
             if t < queries:
                 if lane & 3 == 0:
                     g_lse[t * heads + head] = lse_thread(t_top[i], mass, scale)
-                # Divided, not multiplied by 1 / mass: a mean of equal values is that value.
                 divisor = mass if mass != ZERO else float32(1.0)
+                inverse = float32(1.0) / divisor
                 i_out = t * out_row + head * VALUE + 2 * (lane & 3)
                 for n in range(VALUE // 8):
-                    left = t_acc[4 * n + 2 * i] / divisor
-                    right = t_acc[4 * n + 2 * i + 1] / divisor
+                    left = quotient_thread(t_acc[4 * n + 2 * i], divisor, inverse)
+                    right = quotient_thread(t_acc[4 * n + 2 * i + 1], divisor, inverse)
                     if how & 2:
                         g_out_pairs[(i_out >> 1) + 4 * n] = cvt_bf16x2_f32(left, right)
                     else:

@@ -97,7 +97,24 @@ class ZeroEntry:
         return f"zeroing of {self.nbytes} bytes at [{self.dst:#x}]"
 
 
-Entry = LaunchEntry | WaitEntry | WriteEntry | CopyEntry | ZeroEntry
+@dataclass(frozen=True)
+class StandInEntry:
+    """Work of a device that is no kernel of this project, such as a library's matrix product."""
+
+    what: str
+    function: Callable[[], None]
+
+    def perform(self) -> None:
+        try:
+            self.function()
+        except Exception as e:
+            raise SimtError(f"{self}: {e}") from e
+
+    def __str__(self) -> str:
+        return f"stand-in for {self.what}"
+
+
+Entry = LaunchEntry | WaitEntry | WriteEntry | CopyEntry | ZeroEntry | StandInEntry
 
 
 def _word(address: int) -> int:
@@ -142,6 +159,13 @@ class SimtStream:
         if nbytes < 0:
             raise SimtError(f"zeroing of {nbytes} bytes")
         self.queue.append(ZeroEntry(int(dst), int(nbytes)))
+
+    def stand_in(self, what: str, function: Callable[[], None]) -> None:
+        """Queue host code in the place of `what`, in order with the rest; not part of the ops' `Stream`.
+
+        `function` runs when its turn comes, not now, and must not wait for another rank: nothing else runs meanwhile.
+        """
+        self.queue.append(StandInEntry(what, function))
 
 
 class _Feeder:
@@ -228,7 +252,7 @@ def run_queues(
         blocks:   of one grid that are live at once; 0 for all
         spin_limit, cpu_s: as in `run`
     Raises: SimtError with the head of every queue (what it waits for, and what it sees) if none can go on, or if a
-            kernel fails. The queues stay as they were then.
+            kernel or a stand-in fails. The queues stay as they were then.
     """
     slots = (CLaunch * len(streams))()
     for c, stream in zip(slots, streams, strict=True):

@@ -1,0 +1,179 @@
+"""Every op through the driver's path, over a driver that records: the same checks as in the harness, and only entries.
+
+This is what a GPU runs, down to the last call before libcuda: kernels loaded, arguments packed by CudaStream, arrays at
+addresses that host and device share. The fake driver then runs each launched kernel in the CPU harness.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
+
+from helpers import devices
+from whalez.fabric.cuda.doorbell import Peers
+from whalez.fabric.cuda.kernels import (
+    REPORT_BYTES,
+    doorbell_ring_kernel,
+    doorbell_wait_kernel,
+    doorbell_write_kernel,
+)
+from whalez.ops.device.kernel import KERNELS
+
+
+def of(module: str, name: str) -> Any:
+    """A check of another test module."""
+    return getattr(importlib.import_module(module), name)
+
+
+def check_kda(dim: int) -> None:
+    make = of("test_kernels_kda", "make")
+    of("test_kernels_kda", "check_prefill")(devices.Stream(), make(3, dim=dim))
+    of("test_kernels_kda", "check_decode")(devices.Stream(), dim)
+
+
+def check_kda_inputs() -> None:
+    of("test_kernels_kda", "check_gate")(devices.Stream())
+    of("test_kernels_kda", "check_beta")(devices.Stream())
+
+
+def check_lse() -> None:
+    for dtype in of("test_kernels_lse", "DTYPES"):
+        of("test_kernels_lse", "Sides").drawn(3, 3, 20, dtype, 4).check(devices.Stream())
+    of("test_kernels_lse", "check_finalise")(3, 3, 20, 4)
+
+
+def check_conv() -> None:
+    case = of("test_kernels_conv", "Case")
+    case(66, 8).short_conv(devices.Stream(), in_place=True, tail="in place")
+    case(5, 8).conv_tail(devices.Stream())
+    of("test_kernels_conv", "check_decode")(3, 8)
+
+
+def check_latent() -> None:
+    of("test_kernels_latent", "check_pages")(5, start=2, page=4)
+    of("test_kernels_latent", "check_decode")(3)
+    of("test_kernels_latent", "check_norm")(2, 64, 16)
+
+
+def check_norm() -> None:
+    of("test_kernels_norm", "check_rms_norm")(3, 64, 0)
+    of("test_kernels_norm", "check_gated_rms_norm")(3, 3, 20, 4)
+    of("test_kernels_norm", "check_l2_norm")(3, 3, 20, 4)
+    of("test_kernels_norm", "check_swiglu")(3, 24, 8)
+
+
+def check_mla() -> None:
+    attend = of("test_kernels_mla", "Attend")
+    for dims in (of("test_kernels_mla", "SMALL"), of("test_kernels_mla", "FULL")):
+        attend.draw(dims, 5, 17, 1, 12).check(devices.Stream())
+    of("test_kernels_mla", "Decode")((9,), 2, 16, 2).check(devices.Stream())
+
+
+def check_doorbells() -> None:
+    """A ring, a wait that it ends, and a word written: through tables of addresses and a report."""
+    lines, report = devices.zeros((2, 16), np.uint64), devices.zeros(REPORT_BYTES // 8, np.uint64)
+    table = devices.array(lines.ctypes.data + 128 * np.arange(2, dtype=np.uint64))
+    masks = Peers.of([1]).masks
+    stream = devices.Stream()
+    stream.launch(doorbell_ring_kernel, 1, 1, 0, table, 2, *masks, 7)
+    stream.launch(doorbell_wait_kernel, 1, 1, 0, lines, 2, *masks, 7, 10**9, table, report, 0)
+    stream.launch(doorbell_write_kernel, 1, 1, 0, lines, 9)
+    stream.wait_value((lines.ctypes.data + 128, 7), (lines.ctypes.data, 9))
+    stream.write_value(lines.ctypes.data + 8, 5)
+    stream.copy(lines.ctypes.data + 16, lines.ctypes.data + 8, 8)
+    stream.zero(lines.ctypes.data + 8, 8)
+    devices.run_queues([stream])
+    assert lines[:, :3].tolist() == [[9, 0, 5], [7, 0, 0]]
+    assert not report.any()
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "kda 32": lambda: check_kda(32),
+    "kda 128": lambda: check_kda(128),
+    "kda inputs": check_kda_inputs,
+    "lse": check_lse,
+    "conv": check_conv,
+    "latent": check_latent,
+    "norm": check_norm,
+    "mla": check_mla,
+    "doorbells": check_doorbells,
+}
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[devices.FakeGpu]:
+    with ExitStack() as stack:
+        made = devices.FakeGpu(stack)
+        yield made
+        made.close()
+        assert made.fake.leaks() == {}
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_an_op_launches_prepacked_kernels_and_does_nothing_else(fake: devices.FakeGpu, op: str) -> None:
+    """Nothing compiles, loads, allocates, frees or waits between the first entry of an op and its last one."""
+    fake.queueing.clear()
+    with devices.used(fake):
+        CHECKS[op]()
+        fake.reset()
+    assert len(fake.queueing) >= 2
+    assert set(fake.queueing) <= devices.SUPERSTEP
+    assert fake.queueing.count("cuLaunchKernel") >= 2
+
+
+def test_no_kernel_is_left_out(fake: devices.FakeGpu) -> None:
+    """A new kernel needs a check here, so that it is launched once the way a device launches it."""
+    if not fake.launched:
+        with devices.used(fake):
+            for check in CHECKS.values():
+                check()
+            fake.reset()
+    devices.all_kernels()
+    ours = {name for name, kernel in KERNELS.items() if kernel.function.__module__.startswith("whalez.")}
+    assert ours - fake.launched == set()
+
+
+def test_a_write_beside_an_array_is_found(fake: devices.FakeGpu) -> None:
+    with devices.used(fake):
+        array = devices.zeros(4, np.float32)
+        stream = devices.Stream()
+        stream.zero(array.ctypes.data, 4)
+        devices.run_queues([stream])
+        stream.zero(array.ctypes.data + 12, 8)
+        with pytest.raises(AssertionError, match="byte 16 of an array of 16 bytes"):
+            devices.run_queues([stream])
+        fake.reset()
+
+
+def test_arrays_and_spaces_are_given_back(fake: devices.FakeGpu, tmp_path: Any) -> None:
+    with devices.used(fake):
+        before = fake.fake.leaks()
+        space = devices.sparse(tmp_path / "far", 2, 2**31 + 64)
+        space[1, :3] = 7
+        devices.empty(5)
+        assert fake.fake.leaks() != before
+        fake.reset()
+        assert fake.fake.leaks() == before
+
+
+def test_without_a_gpu_its_variants_are_skipped_with_a_reason() -> None:
+    """`-m gpu` selects the same tests; on a machine without a driver each says what is missing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "tests/cuda/test_kernels_norm.py"],
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "no GPU to run on" not in done.stdout:
+        pytest.skip("this machine has a GPU")
+    assert "SKIPPED" in done.stdout
+    assert "no NVIDIA driver" in done.stdout
+    assert " passed" not in done.stdout
