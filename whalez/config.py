@@ -102,6 +102,7 @@ class RankConfig:
     model_dir: Path
     run_dir: Path  #: link socket, log, traces and post-mortem go here
     listen: str | None = None  #: H:P of this rank's own HTTP front; None = no front
+    admin: str | None = None  #: tcp://IP:PORT or ipc:///path for an operator's queries; None = a socket in run_dir
     fleet_id: str = "fleet"  #: part of shared-memory names
     device: str = "cpu"
     threads: int = 1  #: threads of the GEMM
@@ -112,6 +113,7 @@ class RankConfig:
     trace: bool = False  #: write one line per launch that prefilled something
     keys: Path | None = None  #: folder of `whalez keys`: who may join the hub; None = everybody who reaches it
     insecure: bool = False  #: no keys although other machines reach the hub
+    hold_on_failure: bool = False  #: a rank that fails once the world runs stays, for a debugger, until it is signalled
 
     def __post_init__(self) -> None:
         _require(self.rank >= 0, "rank", "0 or more", self.rank)

@@ -34,8 +34,9 @@ from whalez.config import SETTING_NAMES, fleet_config, setting_flags
 from whalez.errors import CheckpointError, ConfigError, OutputError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.serve.completions import check_sampling, check_tokens, pack_tokens
-from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
-from whalez.serve.process import FRONT_GRACE_S, bind, front_command, parse_listen
+from whalez.serve.endpoints import Endpoints, write_endpoints
+from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
+from whalez.serve.process import FRONT_GRACE_S, bind, front_command, held_line, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.warm import kernel_environment, warm
 
@@ -47,6 +48,7 @@ LOG_TAIL_LINES = 3
 TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
 OWN_LOCK = "temporary.lock"  #: held while the fleet of such a folder lives; never in a folder that is to be kept
 _DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
+_DRAINED = "exited with 0"  #: a rank does so only after a Stop that all have begun
 _OUR_KILL = "did not leave and was killed"
 
 #: Runs in the child before the rank's own program. The kernel kills the child when the launcher is gone, however it
@@ -202,6 +204,7 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     if fleet.keys is not None:
         command += ["--keys", str(fleet.keys)]
     command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
+    command += ["--hold-on-failure"] if fleet.hold_on_failure else []
     if fleet.listen is not None:
         host, port = parse_listen(fleet.listen)
         command += ["--listen", f"{f'[{host}]' if ':' in host else host}:{port + 1 + rank}"]
@@ -226,6 +229,7 @@ class Fleet:
         capture: have every rank write logits and hidden rows of each request to run_dir/capture/<request id>
         trace: have every rank write one line per prefill launch to run_dir
         keys: folder of `whalez keys`: only ranks with a key of it join the hub
+        hold_on_failure: a rank that fails stays for a debugger, and no other is killed, until `stop`
         start_s: the world has this long to come up
         progress: called with one line for each thing that happened
         settings: fleet settings by name (`segment_floor=64`), see `FleetConfig`
@@ -243,6 +247,7 @@ class Fleet:
         capture: bool = False,
         trace: bool = False,
         keys: str | Path | None = None,
+        hold_on_failure: bool = False,
         start_s: float = START_S,
         progress: Callable[[str], None] | None = None,
         command: RankCommand | None = None,
@@ -266,6 +271,7 @@ class Fleet:
         self.capture = capture
         self.trace = trace
         self.keys = Path(keys).resolve() if keys is not None else None
+        self.hold_on_failure = hold_on_failure
         self.fleet_id = secrets.token_hex(6)
         self.tokenizer = load_tokenizer(self.model)
         self.run_dir = Path(run_dir) if run_dir is not None else Path()  #: the real one once started
@@ -284,6 +290,8 @@ class Fleet:
         self._open: dict[Pending, asyncio.Task[None]] = {}
         self._statuses: list[Status | None] = [None] * world
         self._failing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None  # over ranks that are held
+        self._released = asyncio.Event()  # of what is held
         self._is_stopping = False
         self._has_served = False
         self._over = threading.Event()
@@ -367,7 +375,7 @@ class Fleet:
             self._sweep()
 
     def wait(self) -> None:
-        """Until the fleet fails (raised) or another thread stops it."""
+        """Until the fleet fails (raised), has drained, or another thread stops it."""
         # Short waits, because a signal's exception can only be raised between them on some platforms.
         while not self._over.wait(0.5):
             pass
@@ -471,6 +479,8 @@ class Fleet:
         if self.listen is not None:
             await self._unless_failed([asyncio.create_task(self._start_front(self.listen))], began)
         self._has_served = True
+        if self.hold_on_failure:
+            self._watching = asyncio.create_task(self._tell_of_held())
         self._progress(f"{self.world} ranks serve after {time.monotonic() - began:.1f} s")
 
     async def _unless_failed(self, tasks: Sequence[asyncio.Task[None]], began: float) -> None:
@@ -553,11 +563,30 @@ class Fleet:
             self._failing = asyncio.create_task(self._fail(process))
 
     async def _fail(self, first: _Process) -> None:
-        """A process is gone that should not be: the others leave by themselves and say why, or are killed."""
+        """A process is gone: the others leave by themselves and say why, or are killed. All with 0 were drained."""
+        has_drained = first.rank is not None and first.how == _DRAINED
+        if self.hold_on_failure and self._has_served and not has_drained:
+            self._progress(f"{first.name} {first.obituary()}; the others are held until this fleet is stopped")
+            await self._released.wait()
         await self._leave(FRONT_FAIL_S)
-        self.failure = self._blame(first)
-        await self._end_requests(self.failure)
+        if has_drained and all(p.how == _DRAINED for p in self._processes if p.rank is not None):
+            self._progress("the fleet was drained and has left")
+            await self._end_requests(Unavailable("the fleet was drained"))
+        else:
+            self.failure = self._blame(first)
+            await self._end_requests(self.failure)
         self._over.set()
+
+    async def _tell_of_held(self) -> None:
+        """Say once of every rank that has failed and stays, with the line to attach. Runs until cancelled."""
+        told: set[int] = set()
+        while True:
+            for status in await self._ask_all(1.0):
+                if status is not None and status.state == "failed" and status.rank not in told:
+                    told.add(status.rank)
+                    self._progress(f"rank {status.rank} failed: {status.trouble}")
+                    self._progress(f"rank {status.rank} is {held_line(status.pid)}")
+            await asyncio.sleep(0.5)
 
     def _blame(self, first: _Process) -> WhalezError:
         """Who ended the fleet: a killed rank, even if a peer left before we saw it; else whom the first one names."""
@@ -605,7 +634,13 @@ class Fleet:
 
     async def _stop_all(self) -> None:
         self._is_stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self._failing is not None:
+            if self.hold_on_failure:
+                for process in self._processes:
+                    process.signal(signal.SIGTERM)
+                self._released.set()
             await self._failing
         else:
             for process in self._processes:
@@ -688,7 +723,8 @@ class Fleet:
                 self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         except OSError as error:
             raise OutputError(error.filename or "run_dir", error) from None
-        longest = self.links[-1].removeprefix("ipc://")
+        admin = tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
+        longest = admin[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
@@ -700,6 +736,15 @@ class Fleet:
             os.close(self._lock_fd)
             self._lock_fd = None
             raise ConfigError(f"run_dir: another fleet runs in {self.run_dir}") from None
+        told = Endpoints(
+            fleet_id=self.fleet_id,
+            world=self.world,
+            model=str(self.model.resolve()),
+            hub=self.hub_address,
+            launcher_pid=os.getpid(),
+            admin=admin,
+        )
+        write_endpoints(self.run_dir, told)
 
     def _sweep(self) -> None:
         """Remove what a killed rank cannot remove itself: names of shared memory, and our own run folder."""

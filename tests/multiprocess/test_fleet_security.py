@@ -123,7 +123,6 @@ def test_strangers_at_every_port_are_counted_and_change_nothing(
     assert health.json()["ranks"][0]["dropped"]["hub_refused_connections"] >= 5
     status = fleet.status()[0]
     assert status is not None
-    assert status.sockets["handshake_ms"] > 0
 
 
 def rank_words(model: Path, run_dir: Path, *more: str, **env: str) -> tuple[int, str]:

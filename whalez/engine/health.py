@@ -23,13 +23,11 @@ class Health:
         vocab_size: int,
         max_ctx: int,
         stall_s: float,
-        sockets: dict[str, int],
     ) -> None:
         self.rank, self.world, self.incarnation = rank, world, incarnation
         self.model, self.vocab_size, self.max_ctx = model, vocab_size, max_ctx
         self.eos_tokens: tuple[int, ...] = ()
         self.stall_s = stall_s
-        self.sockets = sockets
         self.dropped: Callable[[], dict[str, int]] = dict  #: what came to this rank's ports and was not let through
         self.loop: Loop | None = None  #: set once the world runs
         self.slabs = "slabs: host"
@@ -66,7 +64,6 @@ class Health:
             model=self.model,
             eos_tokens=self.eos_tokens,
             dropped=self.dropped(),
-            sockets=self.sockets,
             slabs=self.slabs,
         )
 

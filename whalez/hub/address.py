@@ -102,6 +102,12 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot}/{namespace:x}"
 
 
+def is_of_this_machine(address: str) -> bool:
+    """True if nothing outside this machine can reach what listens at `address`. Raises HubError for a malformed one."""
+    parts = _split(address)
+    return parts is None or _is_loopback(parts[0])
+
+
 def ipc_path(address: str) -> str | None:
     """The file of an ipc address, None for any other."""
     return address[len("ipc://") :] if address.startswith("ipc://") else None

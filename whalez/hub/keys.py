@@ -56,6 +56,17 @@ class Keys:
             raise ConfigError(f"{_secret_path(self.folder, name)}: not there, and this process is the {name}'s")
         return self.pairs[name]
 
+    @property
+    def rank_public(self) -> bytes:
+        """What a rank's admin socket is known by. Raises ConfigError where neither its pair nor one allowed key is."""
+        if "rank" in self.pairs:
+            return self.pairs["rank"].public
+        if len(self.ranks) != 1:
+            raise ConfigError(
+                f"{self.folder / 'ranks'}: expected the one public key of the ranks, got {len(self.ranks)}"
+            )
+        return next(iter(self.ranks))
+
 
 def make_keys(folder: Path) -> list[Path]:
     """Fill `folder` with new keys for one fleet; return the files. Secret ones have mode 0600.

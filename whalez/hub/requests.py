@@ -106,7 +106,6 @@ class Status(LinkMessage, frozen=True):
     model: str
     eos_tokens: tuple[int, ...] = ()
     dropped: dict[str, int] = {}  #: frames and connections that were refused at this rank's ports, by kind
-    sockets: dict[str, int] = {}  #: limits and time-outs of every ZeroMQ socket of the rank
     slabs: str = ""  #: which memory the ranks share, and the driver's words for what they could not use
 
 

@@ -30,7 +30,7 @@ from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_router import INPROC, RouterThread
 from whalez.planning.choice import plan_whale
 from whalez.planning.policy import PlanPolicy
-from whalez.rendezvous.events import StopWanted
+from whalez.rendezvous.events import Received, StopWanted
 from whalez.rendezvous.messages import (
     Bye,
     Died,
@@ -42,6 +42,7 @@ from whalez.rendezvous.messages import (
     Refused,
     SlabEntry,
     Table,
+    Withdraw,
     WorldStarts,
 )
 from whalez.rendezvous.sequencer import Sequencer
@@ -226,6 +227,11 @@ class ZmqHub:
         """Rank 0 only: tell the sequencer that the world ends, now or after a drain of at most `grace_s`."""
         assert self._router is not None, "the sequencer lives with rank 0"
         self._router.order(StopWanted(grace_s))
+
+    def withdraw(self, rank: int, request_id: str) -> None:
+        """Rank 0 only: have the sequencer cancel a rank's post, as if that rank had withdrawn it."""
+        assert self._router is not None, "the sequencer lives with rank 0"
+        self._router.order(Received(Withdraw(rank=rank, request_id=request_id), rank))
 
     @property
     def bad_frames_total(self) -> int:

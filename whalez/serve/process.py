@@ -42,6 +42,11 @@ def front_command(
     return [*command, "--grace", str(grace_s)]
 
 
+def held_line(pid: int) -> str:
+    """What is said of a process that is kept after its failure."""
+    return f"held for a debugger until SIGTERM: pid {pid}; attach with `gdb -p {pid}` or `py-spy dump --pid {pid}`"
+
+
 def parse_listen(text: str) -> tuple[str, int]:
     """`H:P`, `[H6]:P`. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
