@@ -131,6 +131,7 @@ class _Process:
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.is_reaped = False
+        self.is_leaving = False
 
     def note_exit(self) -> None:
         """The pidfd is readable. The child is not reaped yet, so that its pid keeps naming its process group."""
@@ -146,6 +147,12 @@ class _Process:
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def ask_to_leave(self) -> None:
+        """SIGTERM, once: a second one means "at once"."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            self.signal(signal.SIGTERM)
 
     def reap(self) -> None:
         """Kill what is left of the group, the child's own children included, and collect the child. Idempotent."""
@@ -607,7 +614,7 @@ class Fleet:
         await self._until_exited(ranks, LEAVE_S)
         deadline = time.monotonic() + fronts_s
         for front in fronts:
-            front.signal(signal.SIGTERM)
+            front.ask_to_leave()
         await self._until_exited(fronts, fronts_s)
         while time.monotonic() < deadline and not all(rank.is_alone() for rank in ranks):
             await asyncio.sleep(0.02)
@@ -639,12 +646,12 @@ class Fleet:
         if self._failing is not None:
             if self.hold_on_failure:
                 for process in self._processes:
-                    process.signal(signal.SIGTERM)
+                    process.ask_to_leave()
                 self._released.set()
             await self._failing
         else:
             for process in self._processes:
-                process.signal(signal.SIGTERM)
+                process.ask_to_leave()
             await self._end_requests(Unavailable("the fleet is stopping"))
             await self._leave(FRONT_LEAVE_S)
         await asyncio.gather(*(link.close() for link in self._links))

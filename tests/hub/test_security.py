@@ -261,7 +261,12 @@ class Recorder:
         while not self.is_over:
             for one in select.select([self.listener, *other], [], [], 0.05)[0]:
                 if one is self.listener:
-                    near, far = self.listener.accept()[0], socket.create_connection(self.target)
+                    near, _ = self.listener.accept()
+                    try:
+                        far = socket.create_connection(self.target)
+                    except ConnectionRefusedError:  # the hub does not listen yet; the member tries again
+                        near.close()
+                        continue
                     other |= {near: far, far: near}
                     kept[near] = bytearray()
                     self.sent.append(kept[near])
