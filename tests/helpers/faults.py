@@ -114,8 +114,9 @@ def check_survivors(fleet: Fleet, victim: int, bound_s: float, struck: float) ->
         if (waited := record.get("waited_for")) is not None:
             assert {"rank", "kind", "expected", "seen", "where"} <= set(waited), waited
             assert waited["seen"] < waited["expected"]
-            words = f"waited for rank {waited['rank']}'s {waited['kind']} doorbell at {waited['where']}"
-            assert words in said[-1], (words, said[-1])
+            bell = f"for rank {waited['rank']}'s {waited['kind']} doorbell at {waited['where']}"
+            values = f"expected >= {waited['expected']:#x}, seen {waited['seen']:#x}"
+            assert bell in said[-1] and values in said[-1], (bell, values, said[-1])
     took = max(found[rank]["written"] for rank in found if rank != victim) - struck
     assert took < bound_s, f"noticed after {took:.1f} s"
     return took
