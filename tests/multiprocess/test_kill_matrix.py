@@ -52,7 +52,8 @@ QUICK = [  # the long waits first
     ("free", 1, "kill"),
     ("decoding", 1, "kill"),
 ]
-SLOW = [(place, rank, fault) for place in PLACES for rank in range(WORLD) for fault in ("kill", "stop", "wedge")]
+SLOW = [(place, rank, fault) for place in PLACES for rank in range(WORLD) for fault in ("kill", "stop")]
+SLOW += [(place, number % WORLD, "wedge") for number, place in enumerate(PLACES)]
 
 
 def note(place: str, rank: int, fault: str, world: int, took_s: float) -> None:
