@@ -723,6 +723,9 @@ class Fleet:
 
     # ---- the loop's thread: requests --------------------------------------------------------------------------
     def _begin(self, submit: Submit, pending: Pending) -> None:
+        if self._failing is not None and self.failure is None:
+            self._failing.add_done_callback(lambda _: self._begin(submit, pending))  # then it is known who died
+            return
         if self._is_stopping or self._failing is not None:
             pending._settle(self.failure or Unavailable("the fleet is stopping"))
             return
