@@ -269,9 +269,7 @@ def fleet_command(model: Path, world: int, listen: str, restart: bool, run_dir: 
     from whalez.fleet import Fleet
 
     # A fleet that never served has a wrong setting or checkpoint; starting it again would not mend that.
-    with Fleet(
-        model, world, listen=listen, run_dir=run_dir, keep_front=restart, progress=_say, **settings
-    ) as fleet:
+    with Fleet(model, world, listen=listen, run_dir=run_dir, keep_front=restart, progress=_say, **settings) as fleet:
         _say_urls(fleet, listen)
         if restart:
             fleet.serve_on()

@@ -508,14 +508,15 @@ class Fleet:
         self._over.clear()
         try:
             await self._start_all()
-        except WhalezError as error:
+        except WhalezError:
             if self._is_stopping:
                 raise
             if self._failing is None:  # it did not come up in time
                 for process in self._processes:
                     if process.rank is not None:
                         process.signal(signal.SIGKILL)
-                self._failing = asyncio.create_task(self._end_world(lambda: error))
+                late = error  # `error` is gone when the block is left
+                self._failing = asyncio.create_task(self._end_world(lambda: late))
             await self._failing
             raise
 

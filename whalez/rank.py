@@ -303,7 +303,9 @@ class RankProcess:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         if isinstance(cause, float):
-            cause = PeerDied(self.rank.rank, f"stuck: its loop has not moved for {cause:.1f} s, in launch {loop.launch}")
+            cause = PeerDied(
+                self.rank.rank, f"stuck: its loop has not moved for {cause:.1f} s, in launch {loop.launch}"
+            )
             with contextlib.suppress(WhalezError):
                 hub.send(Died(rank=cause.rank, how=cause.how))
             what = self._fail(str(cause), cause, stack)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,20 +15,13 @@ import pytest
 from conftest import SETTINGS  # type: ignore[attr-defined]
 from test_http import free_ports
 
+from helpers.by_hand import PROMPT, ByHand
 from helpers.faults import assert_clean, wait_until
-from whalez.config import setting_flags
 from whalez.errors import RequestError
 from whalez.fleet import Fleet
-from whalez.hub.requests import Done, Failed, Submit
-from whalez.hub.zmq_link import LinkClient
-from whalez.serve.completions import pack_tokens
-from whalez.serve.links import link_address
 from whalez.testing.faults import fault_arguments
-from whalez.warm import kernel_environment
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
-
-PROMPT = list(range(200)) * 2
 
 
 def ask(port: int) -> httpx.Response:
@@ -92,73 +83,6 @@ def test_the_front_says_who_died_until_the_world_is_back(tiny: Path, tmp_path: P
     assert not (tmp_path / "run" / "away").exists()
 
 
-class ByHand:
-    """A world of ranks without a supervisor, as Slurm or systemd would start them."""
-
-    def __init__(self, model: Path, folder: Path, hub: str, fleet_id: str) -> None:
-        self.model, self.folder, self.hub, self.fleet_id = model, folder, hub, fleet_id
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, rank: int, world: int, before: list[str] | None = None) -> None:
-        command = [*(before or [sys.executable, "-m", "whalez.rank"]), *(["--"] if before else [])]
-        command += ["--rank", str(rank), "--world", str(world), "--hub", self.hub, "--model", str(self.model)]
-        command += ["--run", str(self.folder), "--fleet-id", self.fleet_id, "--start-timeout", "40", "--grace", "20"]
-        command += setting_flags({k: v for k, v in SETTINGS.items() if k != "threads"} | {"stuck_s": 3.0})
-        command += ["--threads", "1"]
-        self.folder.mkdir(exist_ok=True)
-        with open(self.folder / f"rank-{rank}.log", "wb") as log:
-            env = {**os.environ, **kernel_environment(os.environ)}
-            self.processes[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-
-    def link(self, rank: int) -> LinkClient:
-        return LinkClient(link_address(self.folder, rank))
-
-    def wait_serving(self) -> None:
-        for rank in self.processes:
-            link = self.link(rank)
-            try:
-
-                def serves(link: LinkClient = link) -> bool:
-                    try:
-                        return link.status(0.5).state == "serving"
-                    except TimeoutError:
-                        return False
-
-                wait_until(serves, 40, lambda rank=rank: (self.folder / f"rank-{rank}.log").read_text())
-            finally:
-                link.close()
-
-    def generate(self, rank: int, lane: str) -> tuple[int, ...]:
-        link = self.link(rank)
-        submit = Submit(
-            request_id=secrets.token_hex(8),
-            tokens=pack_tokens(PROMPT),
-            max_tokens=4,
-            temperature=0.0,
-            top_p=1.0,
-            seed=0,
-            stop_tokens=(),
-            lane=lane,
-        )
-        try:
-            for response in link.submit(submit):
-                if isinstance(response, Done):
-                    return response.tokens
-                if isinstance(response, Failed):
-                    raise RequestError(response.reason)
-        finally:
-            link.close()
-        raise AssertionError("the link closed")
-
-    def log(self, rank: int) -> str:
-        return (self.folder / f"rank-{rank}.log").read_text()
-
-    def end(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture
 def worlds() -> Iterator[list[ByHand]]:
     made: list[ByHand] = []
@@ -175,7 +99,7 @@ def test_a_rank_that_was_stopped_harms_no_later_world(
     """Stopped before a store, its world dies and another starts; resumed, it stores into slabs nobody looks at, learns
     that its world is over and leaves. A stopped rank 0 keeps the hub's address, so there the next world takes another.
     """
-    before = ByHand(tiny, tmp_path / "before", f"ipc://{tmp_path}/hub.sock", f"late-{secrets.token_hex(4)}")
+    before = ByHand(tiny, tmp_path / "before", f"ipc://{tmp_path}/hub.sock", f"late-{secrets.token_hex(4)}", SETTINGS)
     worlds.append(before)
     poster = victim if place == "free" else 1 - victim
     mark = tmp_path / "mark"
@@ -192,7 +116,9 @@ def test_a_rank_that_was_stopped_harms_no_later_world(
     assert other.wait(10) == 1
     assert f"rank {victim} died: silent for" in before.log(1 - victim)
 
-    again = ByHand(tiny, tmp_path / "again", f"ipc://{tmp_path}/hub{'' if victim else '-2'}.sock", before.fleet_id)
+    again = ByHand(
+        tiny, tmp_path / "again", f"ipc://{tmp_path}/hub{'' if victim else '-2'}.sock", before.fleet_id, SETTINGS
+    )
     worlds.append(again)
     for rank in range(2):
         again.start(rank, 2)
@@ -211,10 +137,8 @@ def test_a_rank_that_was_stopped_harms_no_later_world(
 
 
 @pytest.mark.slow
-def test_a_wedged_rank_without_a_supervisor_leaves_by_itself(
-    tiny: Path, tmp_path: Path, worlds: list[ByHand]
-) -> None:
-    world = ByHand(tiny, tmp_path / "run", f"ipc://{tmp_path}/hub.sock", f"wedged-{secrets.token_hex(4)}")
+def test_a_wedged_rank_without_a_supervisor_leaves_by_itself(tiny: Path, tmp_path: Path, worlds: list[ByHand]) -> None:
+    world = ByHand(tiny, tmp_path / "run", f"ipc://{tmp_path}/hub.sock", f"wedged-{secrets.token_hex(4)}", SETTINGS)
     worlds.append(world)
     mark = tmp_path / "mark"
     for rank in range(3):

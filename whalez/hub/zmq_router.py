@@ -275,9 +275,7 @@ class RouterThread:
                 continue
             counted = wire.Beat(rank=0, on_frames=True, count=peer.sent_count)
             try:  # a ROUTER hears of a closed connection only when it sends
-                self._router.send_multipart(
-                    (peer.frames_id, wire.encode(counted, self._own.incarnation)), zmq.NOBLOCK
-                )
+                self._router.send_multipart((peer.frames_id, wire.encode(counted, self._own.incarnation)), zmq.NOBLOCK)
             except zmq.Again:
                 pass
             except zmq.ZMQError:
