@@ -508,7 +508,7 @@ class Fleet:
         self._over.clear()
         try:
             await self._start_all()
-        except WhalezError:
+        except WhalezError as error:
             if self._is_stopping:
                 raise
             if self._failing is None:  # it did not come up in time

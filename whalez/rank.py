@@ -287,7 +287,7 @@ class RankProcess:
         self._closers.insert(0, stop)  # closed last: it passes on what the link flushes
 
     def _blame(self, error: WhalezError) -> str:
-        """What to say of an error. A rank that holds up the others is told to them, or they would blame who left first."""
+        """What to say of an error. Who holds up the others is told to them, or they would blame who left first."""
         if not isinstance(error, DoorbellTimeout) or self._hub is None:
             return str(error)
         stuck = PeerDied(error.root, f"stuck: rank {self.rank.rank} {error}")
@@ -296,7 +296,7 @@ class RankProcess:
         return str(stuck)
 
     def _end_wedged(self, cause: Exception | float) -> None:
-        """In the watchdog's thread: say what the loop cannot, that the hub failed or how long it has stood, and leave."""
+        """In the watchdog's thread: say what the loop cannot, how long it has stood or that the hub failed; leave."""
         loop, hub = self.loop, self._hub
         assert loop is not None
         assert hub is not None

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from helpers.faults import wait_until
 from whalez.config import setting_flags
 from whalez.errors import RequestError
@@ -87,6 +89,11 @@ class ByHand:
         finally:
             link.close()
         raise AssertionError("the link closed")
+
+    def refused(self, rank: int, lane: str, max_tokens: int = 4) -> None:
+        """Generate what cannot end well."""
+        with pytest.raises(RequestError):
+            self.generate(rank, lane, max_tokens)
 
     def log(self, rank: int) -> str:
         return (self.folder / f"rank-{rank}.log").read_text()

@@ -64,9 +64,7 @@ def test_a_rank_that_leaves_finishes_its_own_and_the_others_serve_until_all_leav
 
 
 def test_a_second_signal_leaves_at_once_and_is_a_death_to_the_others(world: ByHand) -> None:
-    caller = threading.Thread(
-        target=lambda: pytest.raises(RequestError, world.generate, 1, "local", max_tokens=3000), daemon=True
-    )
+    caller = threading.Thread(target=world.refused, args=(1, "local", 3000), daemon=True)
     caller.start()
     wait_until(lambda: world.running(1), 10, "never ran")
     world.processes[1].send_signal(signal.SIGTERM)

@@ -17,7 +17,6 @@ from test_http import free_ports
 
 from helpers.by_hand import PROMPT, ByHand
 from helpers.faults import assert_clean, wait_until
-from whalez.errors import RequestError
 from whalez.fleet import Fleet
 from whalez.testing.faults import fault_arguments
 
@@ -31,7 +30,7 @@ def ask(port: int) -> httpx.Response:
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_front_says_who_died_until_the_world_is_back(tiny: Path, tmp_path: Path, times: int) -> None:
-    """Every request meanwhile is answered: a 503 that names the rank and says when to come again, or the right tokens."""
+    """Every request meanwhile is answered: a 503 that names the rank and when to come again, or the right tokens."""
     port = free_ports(3)
     lines: list[str] = []
     fleet = Fleet(
@@ -108,7 +107,7 @@ def test_a_rank_that_was_stopped_harms_no_later_world(
     before.wait_serving()
     expected = before.generate(0, "local")
     Path(f"{mark}.on").touch()
-    caller = threading.Thread(target=lambda: pytest.raises(RequestError, before.generate, poster, "whale"), daemon=True)
+    caller = threading.Thread(target=before.refused, args=(poster, "whale"), daemon=True)
     caller.start()
     wait_until(mark.exists, 20, "never came by")
     stopped, other = before.processes[victim], before.processes[1 - victim]

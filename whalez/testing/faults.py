@@ -1,4 +1,4 @@
-"""A rank that stops at a chosen place: `python -m whalez.testing.faults --at PLACE --mark FILE [--slow S] -- RANK ARGS`.
+"""A rank that stops at a chosen place: `python -m whalez.testing.faults --at PLACE --mark FILE [--slow S] -- ARGS`.
 
 The rank is the real one; one seam of it is wrapped. Once FILE.on exists, the first passage through the seam makes FILE
 and stays there until FILE.go exists, or with --slow for so many seconds, in which the progress word moves.
