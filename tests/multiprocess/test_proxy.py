@@ -94,7 +94,11 @@ def test_a_frame_that_is_not_passed_on_as_it_should(
         **SETTINGS,  # type: ignore[arg-type]
     )
     try:
-        fleet.start()  # what is said before the barrier is repeated
+        try:
+            fleet.start()  # what is said before the barrier is repeated
+        except WhalezError as error:  # but a table that was sent to somebody is not taken back
+            assert kind in START and action == "cut" and "rank 1" in str(error), error  # noqa: PT017
+            return
         expected = fleet.generate(PROMPT, max_tokens=4, poster=0, lane="local", stop_tokens=()).tokens
         errors: list[str] = []
         for poster in (1, 0, 2):
