@@ -14,7 +14,7 @@ import pytest
 
 from helpers.faults import wait_until
 from whalez.config import setting_flags
-from whalez.errors import RequestError
+from whalez.errors import RequestError, Unavailable
 from whalez.hub.requests import Done, Failed, Submit
 from whalez.hub.zmq_link import LinkClient
 from whalez.serve.completions import pack_tokens
@@ -54,7 +54,7 @@ class ByHand:
                 def serves(link: LinkClient = link) -> bool:
                     try:
                         return link.status(0.5).state == "serving"
-                    except TimeoutError:
+                    except Unavailable:
                         return False
 
                 wait_until(serves, 40, lambda rank=rank: (self.folder / f"rank-{rank}.log").read_text())

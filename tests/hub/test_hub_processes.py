@@ -269,7 +269,7 @@ def test_no_send_blocks_while_the_pipe_of_a_dead_peer_is_full(ranks, ipc_address
     child = Rank(1, 2, ipc_address)
     ranks.append(child)
     try:
-        hub.start(hello(0, 2), TIMEOUT_S)
+        hub.start(hello(0, 2, dtype="f32"), 20.0)
         hub.mapped(TIMEOUT_S)
         child.fact("started")
         child.kill(signal.SIGSTOP)

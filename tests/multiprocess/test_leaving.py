@@ -22,11 +22,13 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 @pytest.fixture
 def world(tiny: Path, tmp_path: Path) -> Iterator[ByHand]:
     made = ByHand(tiny, tmp_path / "run", f"ipc://{tmp_path}/hub.sock", f"leaving-{secrets.token_hex(4)}", SETTINGS)
-    for rank in range(3):
-        made.start(rank, 3)
-    made.wait_serving()
-    yield made
-    made.end()
+    try:
+        for rank in range(3):
+            made.start(rank, 3)
+        made.wait_serving()
+        yield made
+    finally:
+        made.end()
     wait_until(lambda: not processes_of(made.folder), 2.0, "processes are left")
     assert not list(Path("/dev/shm").glob(f"whalez-{made.fleet_id}-*"))
 
