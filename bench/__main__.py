@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
-from bench import idle, lanes, memory
+from bench import control, idle, lanes, memory
 from bench.report import ROOT, console, provenance
 from whalez.errors import WhalezError
 from whalez.model.presets import make_checkpoint
 
-NAMES = ("idle", "ttft", "cap", "memory")
+NAMES = ("control", "idle", "ttft", "cap", "memory")
 
 
 def checkpoint(preset: str) -> Path:
@@ -36,6 +36,9 @@ def main(names: tuple[str, ...], world: int, tokens: int, lengths: str, repeats:
     console.print(provenance())
     chosen = names or NAMES
     try:
+        if "control" in chosen:
+            control.post_to_commit()
+            control.start_up()
         if "idle" in chosen:
             idle.empty_launches(checkpoint("tiny"), 4)
             idle.empty_launches(checkpoint("mini"), 2)

@@ -261,11 +261,13 @@ def _print_result(result: Generated) -> None:
 @_world
 @click.option("--listen", required=True, metavar="HOST:PORT", help="One URL for all ranks; rank r on PORT + 1 + r.")
 @click.option("--restart", is_flag=True, help="Start the world again after a failure.")
+@click.option("--trace", is_flag=True, help="Have every rank write one line per prefill launch to the run folder.")
+@click.option("--hold-on-failure", is_flag=True, help="Keep failed ranks for a debugger until Ctrl-C.")
 @_run
 @fleet_options
 @rank_options
 def fleet_command(model: Path, world: int, listen: str, restart: bool, run_dir: Path | None, **settings: Any) -> None:
-    """Serve all ranks behind one URL until Ctrl-C."""
+    """Serve all ranks behind one URL until Ctrl-C, or until `whalez admin drain all`."""
     from whalez.fleet import Fleet
 
     # A fleet that never served has a wrong setting or checkpoint; starting it again would not mend that.
@@ -303,11 +305,32 @@ def plan(model: Path, tokens: int, world: int, poster: int, **settings: Any) -> 
         _print(line)
 
 
+@whalez.command("keys")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+def keys_command(directory: Path) -> None:
+    """Make the keys of a fleet: who may join its hub, and who may give it orders.
+
+    docs/security.md says which file belongs on which machine.
+    """
+    from whalez.hub.keys import make_keys
+
+    for path in make_keys(directory):
+        secret = path.suffix == ".key_secret"
+        _say(f"wrote {path}{' (secret: this user only)' if secret else ''}")
+
+
 @whalez.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def doctor(arguments: tuple[str, ...]) -> int:
     """What this machine has and lacks for a given world and model, and what to do."""
     return int(importlib.import_module("whalez.doctor").main(list(arguments)) or 0)
+
+
+@whalez.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def admin(arguments: tuple[str, ...]) -> int:
+    """Look into a running fleet, and give it orders."""
+    return int(importlib.import_module("whalez.admin.commands").main(list(arguments)) or 0)
 
 
 if __name__ == "__main__":

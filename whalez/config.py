@@ -102,6 +102,7 @@ class RankConfig:
     model_dir: Path
     run_dir: Path  #: link socket, log, traces and post-mortem go here
     listen: str | None = None  #: H:P of this rank's own HTTP front; None = no front
+    admin: str | None = None  #: tcp://IP:PORT or ipc:///path for an operator's queries; None = a socket in run_dir
     fleet_id: str = "fleet"  #: part of shared-memory names
     device: str = "cpu"
     threads: int = 1  #: threads of the GEMM
@@ -110,6 +111,9 @@ class RankConfig:
     start_s: float = 300.0  #: how long the world may take to assemble
     capture: bool = False  #: debug: write hidden rows, logits and expert choices of every request to run_dir
     trace: bool = False  #: write one line per launch that prefilled something
+    keys: Path | None = None  #: folder of `whalez keys`: who may join the hub; None = everybody who reaches it
+    insecure: bool = False  #: no keys although other machines reach the hub
+    hold_on_failure: bool = False  #: a rank that fails once the world runs stays, for a debugger, until it is signalled
 
     def __post_init__(self) -> None:
         _require(self.rank >= 0, "rank", "0 or more", self.rank)
@@ -170,7 +174,14 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: how a local launcher spreads its ranks over this machine."""
+    """Decorator: how ranks are spread over this machine, and who may join them."""
+    command = click.option(
+        "--keys",
+        type=click.Path(path_type=Path),
+        default=None,
+        envvar="WHALEZ_KEYS",
+        help="Folder of `whalez keys`: only ranks with a key of it join; default: $WHALEZ_KEYS.",
+    )(command)
     command = click.option("--pin/--no-pin", default=False, help="Bind every rank to its own cores.")(command)
     return click.option(
         "--threads", type=click.IntRange(min=1), default=None, help="GEMM threads of a rank; default: cores / world."

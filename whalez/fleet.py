@@ -34,8 +34,9 @@ from whalez.config import SETTING_NAMES, fleet_config, setting_flags
 from whalez.errors import CheckpointError, ConfigError, OutputError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.serve.completions import check_sampling, check_tokens, pack_tokens
-from whalez.serve.links import SOCKET_PATH_MAX, Link, connect, link_address
-from whalez.serve.process import FRONT_GRACE_S, bind, front_command, parse_listen
+from whalez.serve.endpoints import Endpoints, write_endpoints
+from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
+from whalez.serve.process import FRONT_GRACE_S, bind, front_command, held_line, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.warm import kernel_environment, warm
 
@@ -51,6 +52,7 @@ TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fle
 AWAY = "away"  #: in the run folder while a kept front has no world behind it: why
 OWN_LOCK = "temporary.lock"  #: held while the fleet of such a folder lives; never in a folder that is to be kept
 _DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
+_DRAINED = "exited with 0"  #: a rank does so only after a Stop that all have begun
 _OUR_KILL = "did not leave and was killed"
 
 #: Runs in the child before the rank's own program. The kernel kills the child when the launcher is gone, however it
@@ -133,6 +135,7 @@ class _Process:
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.is_reaped = False
+        self.is_leaving = False
 
     def note_exit(self) -> None:
         """The pidfd is readable. The child is not reaped yet, so that its pid keeps naming its process group."""
@@ -148,6 +151,12 @@ class _Process:
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def ask_to_leave(self) -> None:
+        """SIGTERM, once: a second one means "at once"."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            self.signal(signal.SIGTERM)
 
     def reap(self) -> None:
         """Kill what is left of the group, the child's own children included, and collect the child. Idempotent."""
@@ -203,7 +212,10 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     # Its own id keeps this fleet's shared memory apart; the supervisor's stop has no grace.
     command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--start-timeout", str(fleet.start_s)]
     command += ["--threads", str(fleet.threads)]
+    if fleet.keys is not None:
+        command += ["--keys", str(fleet.keys)]
     command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
+    command += ["--hold-on-failure"] if fleet.hold_on_failure else []
     if fleet.listen is not None:
         host, port = parse_listen(fleet.listen)
         command += ["--listen", f"{f'[{host}]' if ':' in host else host}:{port + 1 + rank}"]
@@ -228,6 +240,8 @@ class Fleet:
         capture: have every rank write logits and hidden rows of each request to run_dir/capture/<request id>
         trace: have every rank write one line per prefill launch to run_dir
         keep_front: the front outlives a failed world and answers 503 until `restart` or `stop`
+        keys: folder of `whalez keys`: only ranks with a key of it join the hub
+        hold_on_failure: a rank that fails stays for a debugger, and no other is killed, until `stop`
         start_s: the world has this long to come up
         progress: called with one line for each thing that happened
         settings: fleet settings by name (`segment_floor=64`), see `FleetConfig`
@@ -245,6 +259,8 @@ class Fleet:
         capture: bool = False,
         trace: bool = False,
         keep_front: bool = False,
+        keys: str | Path | None = None,
+        hold_on_failure: bool = False,
         start_s: float = START_S,
         progress: Callable[[str], None] | None = None,
         command: RankCommand | None = None,
@@ -268,6 +284,8 @@ class Fleet:
         self.capture = capture
         self.trace = trace
         self.keep_front = keep_front
+        self.keys = Path(keys).resolve() if keys is not None else None
+        self.hold_on_failure = hold_on_failure
         self.fleet_id = secrets.token_hex(6)
         self.tokenizer = load_tokenizer(self.model)
         self.run_dir = Path(run_dir) if run_dir is not None else Path()  #: the real one once started
@@ -286,6 +304,8 @@ class Fleet:
         self._open: dict[Pending, asyncio.Task[None]] = {}
         self._statuses: list[Status | None] = [None] * world
         self._failing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None  # over ranks that are held
+        self._released = asyncio.Event()  # of what is held
         self._is_stopping = False
         self._has_served = False
         self._worlds_failed = 0
@@ -319,6 +339,11 @@ class Fleet:
                 bind(f"{host}:{port + offset}").close()
         if self._command is rank_command:
             self._prepare()
+        if self.keys is not None:
+            from whalez.hub.keys import load_keys  # zmq: not for those who only import Fleet
+
+            for name in ("hub", "rank"):
+                load_keys(self.keys).pair(name)  # refused by name before anything starts
         self._take_run_dir()
         try:
             self._loop = asyncio.new_event_loop()
@@ -365,7 +390,7 @@ class Fleet:
             self._sweep()
 
     def wait(self) -> None:
-        """Until the fleet fails (raised) or another thread stops it."""
+        """Until the fleet fails (raised), has drained, or another thread stops it."""
         # Short waits, because a signal's exception can only be raised between them on some platforms.
         while not self._over.wait(0.5):
             pass
@@ -541,6 +566,8 @@ class Fleet:
             work = self._until_front_serves(self.listen) if has_front else self._start_front(self.listen)
             await self._unless_failed([asyncio.create_task(work)], began)
         self._has_served = True
+        if self.hold_on_failure:
+            self._watching = asyncio.create_task(self._tell_of_held())
         self._progress(f"{self.world} ranks serve after {time.monotonic() - began:.1f} s")
 
     async def _unless_failed(self, tasks: Sequence[asyncio.Task[None]], began: float) -> None:
@@ -639,7 +666,18 @@ class Fleet:
             self._failing = asyncio.create_task(self._fail(process))
 
     async def _fail(self, first: _Process) -> None:
-        """A process is gone that should not be: the others leave by themselves and say why, or are killed."""
+        """A process is gone: the others leave by themselves and say why, or are killed. All with 0 were drained."""
+        has_drained = first.rank is not None and first.how == _DRAINED
+        if self.hold_on_failure and self._has_served and not has_drained:
+            self._progress(f"{first.name} {first.obituary()}; the others are held until this fleet is stopped")
+            await self._released.wait()
+        if has_drained:
+            await self._leave(FRONT_FAIL_S)
+            if all(p.how == _DRAINED for p in self._processes if p.rank is not None):
+                self._progress("the fleet was drained and has left")
+                await self._end_requests(Unavailable("the fleet was drained"))
+                self._over.set()
+                return
         await self._end_world(lambda: self._blame(first))
 
     async def _end_world(self, blame: Callable[[], WhalezError]) -> None:
@@ -658,6 +696,17 @@ class Fleet:
         part = self.run_dir / f"{AWAY}.part"
         part.write_text(f"{why}; the fleet is starting again")
         part.rename(self.run_dir / AWAY)
+
+    async def _tell_of_held(self) -> None:
+        """Say once of every rank that has failed and stays, with the line to attach. Runs until cancelled."""
+        told: set[int] = set()
+        while True:
+            for status in await self._ask_all(1.0):
+                if status is not None and status.state == "failed" and status.rank not in told:
+                    told.add(status.rank)
+                    self._progress(f"rank {status.rank} failed: {status.trouble}")
+                    self._progress(f"rank {status.rank} is {held_line(status.pid)}")
+            await asyncio.sleep(0.5)
 
     def _blame(self, first: _Process) -> WhalezError:
         """Who ended the fleet: a killed rank, even if a peer left before we saw it; else whom the first one names."""
@@ -679,7 +728,7 @@ class Fleet:
         await self._until_exited(ranks, LEAVE_S)
         deadline = time.monotonic() + fronts_s
         for front in fronts:
-            front.signal(signal.SIGTERM)
+            front.ask_to_leave()
         await self._until_exited(fronts, fronts_s)
         while time.monotonic() < deadline and not all(rank.is_alone() for rank in ranks):
             await asyncio.sleep(0.02)
@@ -706,13 +755,19 @@ class Fleet:
 
     async def _stop_all(self) -> None:
         self._is_stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self._failing is not None:
+            if self.hold_on_failure:
+                for process in self._processes:
+                    process.ask_to_leave()
+                self._released.set()
             await self._failing
             if self.keep_front:
                 await self._leave(FRONT_LEAVE_S)
         else:
             for process in self._processes:
-                process.signal(signal.SIGTERM)
+                process.ask_to_leave()
             await self._end_requests(Unavailable("the fleet is stopping"))
             await self._leave(FRONT_LEAVE_S)
         await asyncio.gather(*(link.close() for link in self._links))
@@ -791,10 +846,11 @@ class Fleet:
                 self.run_dir = Path(tempfile.mkdtemp(prefix=TEMPORARY))
             else:
                 self.run_dir = self.run_dir.resolve()
-                self.run_dir.mkdir(parents=True, exist_ok=True)
+                self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         except OSError as error:
             raise OutputError(error.filename or "run_dir", error) from None
-        longest = self.links[-1].removeprefix("ipc://")
+        admin = tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
+        longest = admin[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
@@ -806,6 +862,15 @@ class Fleet:
             os.close(self._lock_fd)
             self._lock_fd = None
             raise ConfigError(f"run_dir: another fleet runs in {self.run_dir}") from None
+        told = Endpoints(
+            fleet_id=self.fleet_id,
+            world=self.world,
+            model=str(self.model.resolve()),
+            hub=self.hub_address,
+            launcher_pid=os.getpid(),
+            admin=admin,
+        )
+        write_endpoints(self.run_dir, told)
 
     def _sweep(self) -> None:
         """Remove what a killed rank cannot remove itself: names of shared memory, and our own run folder."""

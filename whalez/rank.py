@@ -17,12 +17,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
+import msgspec
 from threadpoolctl import threadpool_limits
 
 from whalez.config import (
@@ -33,6 +35,7 @@ from whalez.config import (
     placement_from_environment,
     rank_options,
 )
+from whalez.engine.answers import Answers, RankFacts, as_dict
 from whalez.engine.health import Health
 from whalez.engine.launch import LaunchRunner
 from whalez.engine.loop import Loop
@@ -44,6 +47,9 @@ from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
 from whalez.hub.address import host_identity
+from whalez.hub.keys import load_keys
+from whalez.hub.sockets import SocketOptions
+from whalez.hub.zmq_admin import ADMIN_OPTIONS, AdminServer
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
 from whalez.model.cache import StateCache
@@ -56,11 +62,12 @@ from whalez.model.weights import expert_bounds
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.parallel.expert import PairedExperts
 from whalez.planning import PlanPolicy, check_plan, plan_whale
+from whalez.rendezvous.lives import WatchedSequencer
 from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Died, Hello, SlabEntry
 from whalez.rendezvous.sequencer import Sequencer
-from whalez.serve.links import link_address
-from whalez.serve.process import bind, front_command
+from whalez.serve.links import admin_address, link_address
+from whalez.serve.process import bind, front_command, held_line
 
 
 def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
@@ -77,6 +84,8 @@ class RankProcess:
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
+        self._is_held = False
+        self._released = threading.Event()
         self._slabs: HostSlabs | None = None
         self._hub: ZmqHub | None = None
         self._watchdog: Watchdog | None = None
@@ -84,24 +93,27 @@ class RankProcess:
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        self.rank.run_dir.mkdir(parents=True, exist_ok=True)
+        self.rank.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         try:
             loop = self._start()
             loop.run()
         except WhalezError as error:
             what = self._fail(self._blame(error), error)
             print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
+            self._hold()
             return 1
         except MemoryError as error:
             what = f"out of memory: {error}; use a smaller --max-ctx, --slots or --chunk-tokens"
             self._fail(what, error)
             print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
+            self._hold()
             return 1
         except Exception as error:  # our own mistake; the process ends here, and its clients hear why all the same
             what = f"{type(error).__name__}: {error}"
             self._fail(what, error)
             traceback.print_exc()
             print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
+            self._hold()
             return 1
         finally:
             if self._watchdog is not None:
@@ -114,13 +126,25 @@ class RankProcess:
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First signal: leave within the grace. Second, or before the world runs: exit now."""
+        """First signal: leave within the grace. Second, or before the world runs: exit now. Held: end the hold."""
+        if self._is_held:
+            self._released.set()
+            return
         self._signals += 1
         if self.loop is None or self._signals > 1:
             if self._slabs is not None:
                 self._slabs.unlink()  # the one thing that would outlive the process
             os._exit(128 + number)
         self.loop.drain(self.rank.grace_s)
+
+    def _hold(self) -> None:
+        """Keep the failed process as it is, if that was asked for and the world ran, until a signal comes."""
+        if not self.rank.hold_on_failure or self.loop is None:
+            return
+        self._is_held = True
+        print(f"whalez: rank {self.rank.rank}: {held_line(os.getpid())}", file=sys.stderr, flush=True)
+        while not self._released.wait(0.5):  # short waits, for a signal's handler runs between them
+            pass
 
     def _start(self) -> Loop:
         rank, fleet = self.rank, self.fleet
@@ -131,6 +155,20 @@ class RankProcess:
         spec = slab_spec(config, fleet, policy)
         limits = threadpool_limits(rank.threads)
         self._closers.append(limits.restore_original_limits)
+
+        # An ipc address says that all ranks are here, whatever node_ranks says about placement.
+        node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
+        sequencer = WatchedSequencer(make_sequencer(fleet, policy)) if rank.rank == 0 else None
+        keys = load_keys(rank.keys) if rank.keys is not None else None
+        hub = ZmqHub(
+            rank.rank,
+            fleet.world,
+            rank.hub,
+            node_ranks=node_ranks,
+            sequencer=sequencer,
+            keys=keys,
+            insecure=rank.insecure,
+        )  # refuses an address or keys that can not work, before minutes go into loading
 
         health = Health(
             rank=rank.rank,
@@ -148,6 +186,21 @@ class RankProcess:
             health.status,
         )
         self._closers.append(link.close)
+        health.dropped = lambda: {**hub.dropped(), **link.dropped()}
+        layout = SlabLayout.from_spec(spec)
+        endpoint = rank.admin or admin_address(rank.run_dir, rank.rank)
+        socket_options = as_dict(SocketOptions())
+        facts = RankFacts(
+            rank=rank.rank,
+            device=rank.device,
+            transport="host shm",
+            hub=rank.hub,
+            host=host_identity(),
+            sockets={"hub": socket_options, "link": socket_options, "admin": as_dict(ADMIN_OPTIONS)},
+        )
+        answers = Answers(facts, health, layout, endpoint)
+        server = AdminServer(endpoint, rank.rank, answers.answer, keys=keys)
+        self._closers.append(server.close)
 
         weights = load_weights(rank.model_dir, config, rank.rank, fleet.world)
         fingerprint = {
@@ -156,15 +209,10 @@ class RankProcess:
             "cost": repr(policy.cost),
         }
 
-        layout = SlabLayout.from_spec(spec)
         slabs = HostSlabs(layout, fleet_id=rank.fleet_id, rank=rank.rank, incarnation=self.incarnation)
         self._closers.append(slabs.close)
         self._slabs = slabs
         slabs.create()
-        # An ipc address says that all ranks are here, whatever node_ranks says about placement.
-        node_ranks = None if rank.hub.startswith("ipc://") else fleet.node_ranks
-        sequencer = make_sequencer(fleet, policy) if rank.rank == 0 else None
-        hub = ZmqHub(rank.rank, fleet.world, rank.hub, node_ranks=node_ranks, sequencer=sequencer)
         self._closers.append(hub.close)
         entry = SlabEntry(
             rank=rank.rank,
@@ -172,9 +220,14 @@ class RankProcess:
             host=host_identity(),
             pid=os.getpid(),
             ticket=slabs.ticket,
+            admin=endpoint,
         )
+        answers.sequencer = sequencer
+        answers.bad_frames_total = lambda: hub.bad_frames_total + link.bad_frames_total + server.bad_frames_total
         table = hub.start(Hello(entry=entry, world=fleet.world, fingerprint=fingerprint), rank.start_s)
+        answers.table = table
         mapped = slabs.open_all(table)
+        answers.mapped = tuple(slab.rank for slab in mapped)
         hub.mapped(rank.start_s)
         slabs.unlink()
 
@@ -249,6 +302,8 @@ class RankProcess:
         self.loop = loop
         self._hub = hub
         hub.set_waker(bells.wake)
+        if rank.rank == 0:
+            answers.withdraw = hub.withdraw
         self._start_front()
         self._watchdog = Watchdog(
             progress=lambda: bells.progress(rank.rank),
@@ -312,20 +367,27 @@ class RankProcess:
         else:
             what = self._fail(f"{cause}; this rank's loop did not come back", cause, stack)
         print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
+        self._hold()
         hub.close()
         self._link.close()
         os._exit(1)
 
     def _fail(self, reason: str, error: Exception, stack: str = "") -> str:
         """End the requests with an error that says why, and leave a post-mortem. Returns the reason, with the wait."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         loop = self.loop
         awaited = None if loop is None else loop.bells.awaited()
         if awaited is not None and not isinstance(error, DoorbellTimeout):  # which says it itself
             reason = f"{reason}; rank {self.rank.rank} {awaited}"
         record: dict[str, Any] = {
             "rank": self.rank.rank,
+            "world": self.fleet.world,
+            "fleet_id": self.rank.fleet_id,
             "incarnation": self.incarnation,
             "pid": os.getpid(),
+            "at_wall_s": time.time(),
+            "blames": getattr(error, "rank", getattr(error, "peer", None)),  # the rank this one says is at fault
             "error": type(error).__name__,
             "message": reason if isinstance(error, WhalezError) else str(error),
             "traceback": stack or "".join(traceback.format_exception(error)),
@@ -347,6 +409,7 @@ class RankProcess:
                     for peer in range(self.fleet.world)
                 },
                 "story": list(loop.member.story),
+                "whales": msgspec.to_builtins(loop.whales.lives),
                 "running": loop.scheduler.running_count,
                 "waiting": loop.scheduler.waiting_count,
             }
@@ -363,12 +426,15 @@ class RankProcess:
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), required=True, help="Hugging Face folder.")
 @click.option("--run", "run_dir", type=click.Path(path_type=Path), required=True, help="Folder for sockets and logs.")
 @click.option("--listen", default=None, help="H:P of this rank's HTTP front.")
+@click.option("--admin", default=None, help="Where this rank answers `whalez admin`; default: a socket in --run.")
 @click.option("--fleet-id", default="fleet", help="Part of shared-memory names.")
 @click.option("--device", default="cpu")
 @click.option("--grace", "grace_s", type=float, default=30.0, help="Seconds that requests may take to end on SIGTERM.")
 @click.option("--start-timeout", "start_s", type=float, default=300.0, help="Seconds the world may take to assemble.")
 @click.option("--capture", is_flag=True, help="Debug: write hidden rows, logits and expert choices to the run folder.")
 @click.option("--trace", is_flag=True, help="Write one line per prefill launch to the run folder.")
+@click.option("--insecure", is_flag=True, help="Do without keys although other machines can reach the hub.")
+@click.option("--hold-on-failure", is_flag=True, help="Stay after a failure, for a debugger, until SIGTERM.")
 @rank_options
 @fleet_options
 def main(**flags: Any) -> None:
@@ -400,6 +466,7 @@ def main(**flags: Any) -> None:
             model_dir=flags["model_dir"],
             run_dir=flags["run_dir"].resolve(),
             listen=flags["listen"],
+            admin=flags["admin"],
             fleet_id=flags["fleet_id"],
             device=flags["device"],
             threads=threads,
@@ -408,6 +475,9 @@ def main(**flags: Any) -> None:
             start_s=flags["start_s"],
             capture=flags["capture"],
             trace=flags["trace"],
+            keys=flags["keys"],
+            insecure=flags["insecure"],
+            hold_on_failure=flags["hold_on_failure"],
         )
         if rank.pin:
             cores = sorted(os.sched_getaffinity(0))

@@ -139,6 +139,24 @@ def test_what_runs_when_the_world_stops_and_what_comes_after_is_answered(start: 
     assert [type(ends[name]) for name in ("runs", "after")] == [Failed, Failed]
 
 
+def test_only_who_asked_can_cancel(start: Callable[..., One]) -> None:
+    """A client that gives somebody else's name, or sends his words again, cancels nothing of his."""
+    one = start()
+    one.ask("mine", max_tokens=4)
+    one.loop.submit(b"you", Submit(request_id="mine", tokens=bytes(4), max_tokens=1))  # refused, the name is taken
+    one.loop.submit(b"you", CancelRequest(request_id="mine"))
+    one.turns(6)
+    refused, done = (answer for answer in one.answers if isinstance(answer, Done | Failed))
+    assert isinstance(refused, Failed)
+    assert refused.kind == "invalid"
+    assert isinstance(done, Done)
+    assert len(done.tokens) == 4
+    one.ask("next", max_tokens=4)
+    one.loop.submit(b"me", CancelRequest(request_id="next"))
+    one.turns(6)
+    assert one.ends()["next"].kind == "cancelled"  # type: ignore[union-attr]
+
+
 def test_armed_rows_above_a_chunk_do_not_overfill_a_launch(start: Callable[..., One]) -> None:
     """While Stop is committed launches are armed ones; the slab was sized by the chunk."""
     one = start(chunk_tokens=8, armed_rows=256, slots=2, max_ctx=64)

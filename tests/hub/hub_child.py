@@ -1,4 +1,6 @@
-"""A rank process that imports nothing but the hub: `python hub_child.py RANK WORLD ADDRESS [DELAY_S] [FLAGS...]`.
+"""A rank process that imports nothing but the hub: `python hub_child.py RANK WORLD ADDRESS [DELAY_S] [NAME=VALUE...]`.
+
+NAME=VALUE are settings of the fingerprint, except `keys` (a key folder) and `start_s`.
 
 Prints one JSON line per fact. Reads commands from stdin, one per line, after the world has started:
 `bye` (send Bye, wait for all others', exit 0), `exit` (leave without a word).
@@ -10,9 +12,11 @@ import secrets
 import selectors
 import sys
 import time
+from pathlib import Path
 
 from whalez.errors import WhalezError
 from whalez.hub.address import host_identity
+from whalez.hub.keys import load_keys
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.rendezvous.effects import Broadcast, SendTo
 from whalez.rendezvous.events import PeerGone, Received
@@ -44,13 +48,15 @@ def main():
     rank, world, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     delay_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     settings = dict(each.split("=") for each in sys.argv[5:])
+    key_folder, start_s = settings.pop("keys", None), float(settings.pop("start_s", 60.0))
     time.sleep(delay_s)
     incarnation = secrets.token_hex(8)
     entry = SlabEntry(rank=rank, incarnation=incarnation, host=host_identity(), pid=os.getpid(), ticket=b"t%d" % rank)
     say(incarnation=incarnation, pid=os.getpid())
     try:
-        hub = ZmqHub(rank, world, address, sequencer=EchoSequencer(world) if rank == 0 else None)
-        table = hub.start(Hello(entry=entry, world=world, fingerprint={"dtype": "f32", **settings}), 60.0)
+        keys = load_keys(Path(key_folder)) if key_folder else None
+        hub = ZmqHub(rank, world, address, sequencer=EchoSequencer(world) if rank == 0 else None, keys=keys)
+        table = hub.start(Hello(entry=entry, world=world, fingerprint={"dtype": "f32", **settings}), start_s)
         say(table=[each.incarnation for each in table])
         hub.mapped(60.0)
         say(started=True, heavy=[name for name in ("numpy", "numba") if name in sys.modules])

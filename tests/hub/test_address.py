@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import time
 
@@ -48,7 +49,7 @@ def names(monkeypatch):
 )
 def test_bind_is_refused_with_the_reason(names, text, peers_elsewhere, reason):
     with pytest.raises(HubError, match=reason):
-        check_bind(text, peers_elsewhere=peers_elsewhere)
+        check_bind(text, peers_elsewhere=peers_elsewhere, may_be_reached=True)
 
 
 @pytest.mark.parametrize(
@@ -62,23 +63,56 @@ def test_bind_is_refused_with_the_reason(names, text, peers_elsewhere, reason):
     ],
 )
 def test_bind_is_allowed(names, text, peers_elsewhere):
-    check_bind(text, peers_elsewhere=peers_elsewhere)
+    check_bind(text, peers_elsewhere=peers_elsewhere, may_be_reached=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("tcp://10.0.0.1:5000", True),
+        ("tcp://0.0.0.0:5000", True),
+        ("tcp://[::]:5000", True),
+        ("tcp://[fd00::1]:5000", True),
+        ("tcp://[::ffff:10.0.0.1]:5000", True),
+        ("tcp://127.0.0.1:5000", False),
+        ("tcp://127.9.9.9:5000", False),
+        ("tcp://[::1]:5000", False),
+        ("tcp://[::ffff:127.0.0.1]:5000", False),
+        ("ipc:///tmp/x.sock", False),
+    ],
+)
+def test_where_other_machines_can_reach_keys_are_needed(names, text, is_refused):
+    if not is_refused:
+        check_bind(text, peers_elsewhere=False, may_be_reached=False)
+        check_connect(text, peers_elsewhere=False, may_be_reached=False)
+        return
+    with pytest.raises(HubError, match=r"--keys DIR.*--insecure"):
+        check_bind(text, peers_elsewhere=False, may_be_reached=False)
+    if "0.0.0.0" not in text and "[::]" not in text:
+        with pytest.raises(HubError, match=r"--keys DIR.*--insecure"):
+            check_connect(text, peers_elsewhere=False, may_be_reached=False)
+
+
+@pytest.mark.parametrize(("host", "is_refused"), [("far", True), ("nowhere", True), ("localhost", False)])
+def test_a_name_that_leads_over_the_network_needs_keys_too(names, host, is_refused):
+    with pytest.raises(HubError, match="--insecure") if is_refused else contextlib.nullcontext():
+        check_connect(f"tcp://{host}:5000", peers_elsewhere=False, may_be_reached=False)
 
 
 def test_connect(names):
-    check_connect("tcp://far:5000", peers_elsewhere=True)
-    check_connect("tcp://nowhere:5000", peers_elsewhere=True)  # its name may yet appear
-    check_connect("tcp://localhost:5000", peers_elsewhere=False)
+    check_connect("tcp://far:5000", peers_elsewhere=True, may_be_reached=True)
+    check_connect("tcp://nowhere:5000", peers_elsewhere=True, may_be_reached=True)  # its name may yet appear
+    check_connect("tcp://localhost:5000", peers_elsewhere=False, may_be_reached=True)
     with pytest.raises(HubError, match=r"node0 \(it resolves to 127\.0\.1\.1\) is loopback"):
-        check_connect("tcp://node0:5000", peers_elsewhere=True)
+        check_connect("tcp://node0:5000", peers_elsewhere=True, may_be_reached=True)
     with pytest.raises(HubError, match="where to listen"):
-        check_connect("tcp://0.0.0.0:5000", peers_elsewhere=False)
+        check_connect("tcp://0.0.0.0:5000", peers_elsewhere=False, may_be_reached=True)
 
 
 def test_a_dead_name_server_costs_less_than_a_second(names):
     begin = time.monotonic()
     with pytest.raises(HubError, match="'slow' is a name"):
-        check_bind("tcp://slow:5000", peers_elsewhere=True)
+        check_bind("tcp://slow:5000", peers_elsewhere=True, may_be_reached=True)
     assert time.monotonic() - begin < 1.0
 
 

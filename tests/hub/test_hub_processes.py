@@ -263,9 +263,7 @@ def test_rank_0_makes_a_real_sequencer(ipc_address):
 @pytest.mark.parametrize("then", [signal.SIGSTOP, signal.SIGKILL])
 def test_no_send_blocks_while_the_pipe_of_a_dead_peer_is_full(ranks, ipc_address, then):
     """Rank 0 fills the pipes of a stopped rank, which is then killed (or stays stopped), and goes on sending."""
-    hub = ZmqHub(
-        0, 2, ipc_address, sequencer=EchoSequencer(2), options=SocketOptions(hwm_count=2), limits=HubLimits()
-    )
+    hub = ZmqHub(0, 2, ipc_address, sequencer=EchoSequencer(2), options=SocketOptions(hwm_count=2), limits=HubLimits())
     child = Rank(1, 2, ipc_address)
     ranks.append(child)
     try:

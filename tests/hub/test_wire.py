@@ -1,6 +1,7 @@
 import contextlib
 import pickle
 import struct
+import tracemalloc
 
 import msgspec
 import pytest
@@ -109,13 +110,60 @@ def test_golden_bytes():
     assert wire.encode(msg.Ready(rank=1, seq=5, count=256), "abc").hex() == golden
 
 
-def test_cut_at_every_byte_and_one_too_many():
-    data = wire.encode(HUB_MESSAGES[7], "i")
+ALL = [(wire.encode(each, "i-1"), wire.decode) for each in HUB_MESSAGES]
+ALL += [(wire.encode_link(each), wire.decode_link) for each in LINK_MESSAGES]
+EVERY = pytest.mark.parametrize(
+    ("data", "decode"), ALL, ids=[*map(name, HUB_MESSAGES), *(f"link-{name(each)}" for each in LINK_MESSAGES)]
+)
+
+
+@EVERY
+def test_cut_at_every_byte_and_one_too_many(data, decode):
+    """Also with the length in the header made to fit, so that the cut is in the body's own structure."""
     for end in range(len(data)):
         with pytest.raises(WireError):
-            wire.decode(data[:end])
+            decode(data[:end])
     with pytest.raises(WireError, match="header says"):
-        wire.decode(data + b"\0")
+        decode(data + b"\0")
+    magic, version, name_bytes, body_bytes = struct.unpack_from("<4sHHI", data)
+    start = 12 + name_bytes
+    for cut in range(body_bytes):
+        with pytest.raises(WireError, match="body"):
+            decode(struct.pack("<4sHHI", magic, version, name_bytes, cut) + data[12 : start + cut])
+    with pytest.raises(WireError, match="body"):
+        decode(struct.pack("<4sHHI", magic, version, name_bytes, body_bytes + 1) + data[12:] + b"\0")
+
+
+@EVERY
+def test_every_byte_changed_in_every_way_gives_a_message_or_wire_error(data, decode):
+    """What passes is again what `encode` would make: it survives a second trip."""
+    for at in range(len(data)):
+        frame = bytearray(data)
+        for value in range(256):
+            frame[at] = value
+            try:
+                got = decode(bytes(frame))
+            except WireError:
+                continue
+            if decode is wire.decode:
+                assert frame[12 : 12 + len(got.incarnation)] == got.incarnation.encode()
+                assert wire.decode(wire.encode(got.message, got.incarnation)) == got
+            else:
+                assert wire.decode_link(wire.encode_link(got)) == got
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(ALL), st.data())
+def test_pieces_of_two_messages_give_a_message_or_wire_error(first, data):
+    """Splices of well-formed bodies get deeper into the decoder than noise does."""
+    frame, decode = first
+    other = data.draw(st.sampled_from(ALL))[0]
+    name_bytes = struct.unpack_from("<4sHHI", frame)[2]
+    cut, resume = data.draw(st.integers(12 + name_bytes, len(frame))), data.draw(st.integers(12, len(other)))
+    body = frame[12 + name_bytes : cut] + other[resume:]
+    header = struct.pack("<4sHHI", frame[:4], wire.VERSION, name_bytes, len(body))
+    with contextlib.suppress(WireError):
+        decode(header + frame[12 : 12 + name_bytes] + body)
 
 
 @settings(max_examples=300, deadline=None)
@@ -135,16 +183,6 @@ def test_any_body_behind_a_right_header_gives_a_frame_or_wire_error(body):
             (wire.decode if magic == wire.MAGIC else wire.decode_link)(data)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.sampled_from(HUB_MESSAGES), st.data())
-def test_a_changed_byte_gives_a_frame_or_wire_error(message, data):
-    frame = bytearray(wire.encode(message, "i"))
-    at = data.draw(st.integers(0, len(frame) - 1))
-    frame[at] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(WireError):
-        wire.decode(bytes(frame))
-
-
 class Bomb:
     exploded = False
 
@@ -161,9 +199,69 @@ def test_pickle_is_bytes_like_any_other():
     assert not Bomb.exploded
 
 
-def test_deep_nesting_is_refused():
-    body = b"\x83\xa4type\xa7Refused\xa6reason\xa0\xa1x" + b"\x91" * 100_000 + b"\xc0"
+KNOWN = b"\x82\xa4type\xa7Refused"  # the rest is the value of one more key
+HUB, LINK = (wire.MAGIC, b"i", wire.decode), (wire.LINK_MAGIC, b"", wire.decode_link)
+
+
+@pytest.mark.parametrize(("magic", "incarnation", "decode"), [HUB, LINK], ids=["hub", "link"])
+@pytest.mark.parametrize("level", [b"\x91", b"\x81\xa0", b"\x81\xa4type", b"\xdc\x00\x01", b"\xc7\x01\x05"])
+@pytest.mark.parametrize("before", [b"", KNOWN + b"\xa1x", KNOWN + b"\xa6reason"])
+def test_deep_nesting_is_refused(magic, incarnation, decode, level, before):
+    """As the body, as a field nobody knows, in place of a text."""
+    for depth in (50, 1000, 1_000_000):
+        body = before + level * depth + b"\xc0"
+        with pytest.raises(WireError):
+            decode(struct.pack("<4sHHI", magic, wire.VERSION, len(incarnation), len(body)) + incarnation + body)
+
+
+@pytest.mark.parametrize(("magic", "incarnation", "decode"), [HUB, LINK], ids=["hub", "link"])
+@pytest.mark.parametrize(
+    "head", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"], ids=["array", "map", "bin", "str", "ext"]
+)
+@pytest.mark.parametrize("before", [b"", KNOWN + b"\xa1x", KNOWN + b"\xa6reason"])
+def test_a_length_that_the_bytes_do_not_have_takes_no_memory(magic, incarnation, decode, head, before):
+    """4,294,967,295 entries announced in a frame of a few bytes."""
+    body = before + head + b"\xff\xff\xff\xff"
+    frame = struct.pack("<4sHHI", magic, wire.VERSION, len(incarnation), len(body)) + incarnation + body
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("magic", "decode"), [(wire.MAGIC, wire.decode), (wire.LINK_MAGIC, wire.decode_link)])
+@pytest.mark.parametrize(("names", "bodies"), [(0xFFFF, 0), (0, 0xFFFFFFFF), (65, 0), (0xFFFF, 0xFFFFFFFF)])
+def test_lengths_of_the_header_are_never_believed(magic, decode, names, bodies):
     with pytest.raises(WireError):
+        decode(struct.pack("<4sHHI", magic, wire.VERSION, names, bodies) + bytes(100))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: msg.Refused(reason="x" * (wire.TEXT_BYTES_MAX + 1), field=None),
+        lambda: msg.Hello(entry=ENTRY, world=4, fingerprint={str(i): "" for i in range(wire.TEXT_BYTES_MAX + 1)}),
+        lambda: msg.Hello(entry=ENTRY, world=4, fingerprint={"x" * (wire.TEXT_BYTES_MAX + 1): ""}),
+        lambda: msg.Gather(
+            seq=5,
+            request_id="r",
+            plan=GangPlan(gang=(0,) * (wire.ITEMS_MAX + 1), bounds=(0,)),
+            tokens=TOKENS,
+            prompt_hash="",
+            max_tokens=4,
+        ),
+    ],
+    ids=["text", "map entries", "map key", "list entries"],
+)
+def test_what_is_too_long_is_refused_on_both_sides(make):
+    message = make()
+    with pytest.raises(WireError, match="at most"):
+        wire.encode(message, "i")
+    body = msgspec.msgpack.encode(message)
+    with pytest.raises(WireError, match="at most"):
         wire.decode(struct.pack("<4sHHI", wire.MAGIC, wire.VERSION, 1, len(body)) + b"i" + body)
 
 

@@ -109,7 +109,11 @@ class Proxy:
             for key, _ in self.selector.select():
                 if key.fileobj is self.listener:
                     near, _ = self.listener.accept()
-                    far = socket.create_connection(("127.0.0.1", self.target_port))
+                    try:
+                        far = socket.create_connection(("127.0.0.1", self.target_port))
+                    except ConnectionRefusedError:  # the hub does not listen yet; the member tries again
+                        near.close()
+                        continue
                     for one, two in ((near, far), (far, near)):
                         self.other[one] = two
                         self.selector.register(one, selectors.EVENT_READ)

@@ -159,3 +159,29 @@ def test_every_client_hears_which_rank_was_killed(tiny: Path, tmp_path: Path, st
         assert at - killed < 5
     with pytest.raises(PeerDied, match=f"rank {victim} died: was killed by SIGKILL"):
         fleet.wait()
+
+
+def test_clients_of_a_rank_that_does_not_leave_hear_of_the_stop(
+    tiny: Path, tmp_path: Path, start: Callable[..., Fleet]
+) -> None:
+    """Ctrl-C while a rank is in a long launch; a stopped process stands for that, it leaves as little."""
+    port = free_ports(3)
+    fleet = start(tiny, 2, listen=f"127.0.0.1:{port}", run_dir=tmp_path, max_ctx=4096, cache_tokens=4 * 4096)
+    begun: list[int] = []
+    with ThreadPoolExecutor(4) as pool:
+        answers = [
+            pool.submit(last_words, each, stream, begun) for each in (port, port + 2) for stream in (False, True)
+        ]
+        deadline = time.monotonic() + 60
+        while sum(status.running for status in fleet.status() if status is not None) < 4 or len(begun) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for rank in range(2):
+            os.kill(fleet.pids()[f"rank {rank}"], signal.SIGSTOP)
+        fleet.stop()
+        told = [answer.result() for answer in answers]
+    for stream, (status, message, _) in zip((False, True) * 2, told, strict=True):
+        assert status == (200 if stream else 503), message
+        assert "its process has ended" in message
+    for log in tmp_path.glob("*.log"):
+        assert "Traceback" not in log.read_text(), log

@@ -1,4 +1,4 @@
-"""Ten thousand requests that come to nothing leave nothing: slots, descriptors and memory flat, the next one on time."""
+"""Ten thousand requests that come to nothing: slots, descriptors and memory stay flat, the next one is on time."""
 
 from __future__ import annotations
 

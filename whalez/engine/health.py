@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from whalez.clock import now_ns
 from whalez.engine.loop import Loop
@@ -13,12 +14,21 @@ class Health:
     """Answers status queries. `moved` is called by the loop whenever it gets on, `status` by the link's thread."""
 
     def __init__(
-        self, *, rank: int, world: int, incarnation: str, model: str, vocab_size: int, max_ctx: int, stall_s: float
+        self,
+        *,
+        rank: int,
+        world: int,
+        incarnation: str,
+        model: str,
+        vocab_size: int,
+        max_ctx: int,
+        stall_s: float,
     ) -> None:
         self.rank, self.world, self.incarnation = rank, world, incarnation
         self.model, self.vocab_size, self.max_ctx = model, vocab_size, max_ctx
         self.eos_tokens: tuple[int, ...] = ()
         self.stall_s = stall_s
+        self.dropped: Callable[[], dict[str, int]] = dict  #: what came to this rank's ports and was not let through
         self.loop: Loop | None = None  #: set once the world runs
         self.slabs = "slabs: host"
         self.failure = ""  #: why this rank is about to exit
@@ -53,6 +63,7 @@ class Health:
             vocab_size=self.vocab_size,
             model=self.model,
             eos_tokens=self.eos_tokens,
+            dropped=self.dropped(),
             slabs=self.slabs,
         )
 

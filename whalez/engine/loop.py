@@ -26,6 +26,7 @@ from whalez.engine.scheduler import Chunk, LaunchPlan, Phase, Scheduler
 from whalez.errors import LocalProtocolError, RequestError, Unavailable
 from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH
+from whalez.hub.admin import CancelWhale, DrainFleet
 from whalez.hub.interface import Hub
 from whalez.hub.requests import CancelRequest, Done, Failed, Response, Submit, TokenOut
 from whalez.model.cache import StateCache
@@ -54,15 +55,16 @@ from whalez.rendezvous.events import (
     Reserved,
     WithdrawWanted,
 )
+from whalez.rendezvous.lives import WhaleLives
 from whalez.rendezvous.member import Member
-from whalez.rendezvous.messages import Bye, Died, Gather, Message
+from whalez.rendezvous.messages import Bye, Died, DrainAll, Gather, Message
 
 TICK_S = 0.25  # an idle rank launches at least this often
 BYE_S = 2.0  # how long a leaving rank waits for the others' last word
 
 
 class Loop:
-    """One rank's engine. Everything but `submit`, `cancel`, `drain` and the read-only fields belongs to one thread."""
+    """One rank's engine. Everything but `submit`, `order`, `drain` and the read-only fields belongs to one thread."""
 
     def __init__(
         self,
@@ -107,12 +109,14 @@ class Loop:
         )
         self.launch = 0  #: index of the launch composed next
         self.state = "serving"
+        self.whales = WhaleLives()
         self.sleeps_total = 0
         self.slips_total = 0
         self._peers = np.array([r for r in range(fleet.world) if r != rank], np.int64)
         self._live: dict[str, Live] = {}
         self._submitted: deque[tuple[bytes, Submit | CancelRequest, int, int]] = deque()  # filled by the link's thread
         self._drain_wanted: deque[float] = deque()  # grace seconds; filled by signal handlers
+        self._orders: deque[CancelWhale | DrainFleet] = deque()  # filled by the admin socket's thread
         self._drain_deadline_ns: int | None = None
         self._drained = False
         self._over: tuple[str, str] | None = None  #: kind and reason of every answer once no launch will follow
@@ -131,6 +135,15 @@ class Loop:
         """Take no new requests, let those that run finish within `grace_s`, then leave with the whole fleet."""
         self._drain_wanted.append(grace_s)
         self.bells.wake()
+
+    def order(self, wish: CancelWhale | DrainFleet) -> None:
+        """Put an operator's wish into the inbox and ring."""
+        self._orders.append(wish)
+        self.bells.wake()
+
+    def prompts(self) -> dict[str, bytes]:
+        """Token ids of the requests being served, int32 little endian, by request id."""
+        return {live.request_id: live.submit.tokens for live in tuple(self._live.values())}
 
     @property
     def submitted_count(self) -> int:
@@ -185,7 +198,9 @@ class Loop:
             if isinstance(request, Submit):
                 self._accept(client, request, at_ns, at_launch)
             else:
-                self._cancel(request.request_id)
+                self._cancel(client, request.request_id)
+        while self._orders:
+            self._obey(self._orders.popleft())
         while self._drain_wanted:
             self._begin_drain(self._drain_wanted.popleft(), alone=True)
         self._check_drained()
@@ -211,14 +226,14 @@ class Loop:
     def _perform(self, event: Any) -> Compose | None:
         """Step the member and do what it wants, in order."""
         compose = None
-        effects: deque[Effect] = deque(self.member.step(event, now_ns()))
+        effects: deque[Effect] = deque(self._step(event))
         while effects:
             effect = effects.popleft()
             match effect:
                 case Send(message=message):
                     self.hub.send(message)
                 case Reserve():
-                    effects.extend(self.member.step(self._reserve(effect), now_ns()))
+                    effects.extend(self._step(self._reserve(effect)))
                 case WhaleBegun(gather=gather, slipped=slipped):
                     self._whale = gather
                     self.slips_total += slipped
@@ -236,6 +251,12 @@ class Loop:
                 case _:
                     raise LocalProtocolError(f"no driver for {type(effect).__name__}")
         return compose
+
+    def _step(self, event: Any) -> list[Effect]:
+        now = now_ns()
+        effects = self.member.step(event, now)
+        self.whales.member_saw(self.rank, event, effects, now, self.launch)
+        return effects
 
     def _reserve(self, effect: Reserve) -> Reserved | CannotReserve:
         _, length = effect.plan.segment(self.rank)
@@ -306,9 +327,15 @@ class Loop:
         ratio = lanes.local_s / lanes.whale_s
         return lanes.whale_is_faster, f"predicted {ratio:.2f} x the local lane's speed"
 
-    def _cancel(self, request_id: str) -> None:
+    def _obey(self, wish: CancelWhale | DrainFleet) -> None:
+        if isinstance(wish, DrainFleet):
+            self.hub.send(DrainAll(grace_s=wish.grace_s))
+        elif (live := self._live.get(wish.request_id)) is not None:
+            self._drop(live, "cancelled", f"whale {wish.seq} was cancelled by an operator")
+
+    def _cancel(self, client: bytes, request_id: str) -> None:
         live = self._live.get(request_id)
-        if live is not None:
+        if live is not None and live.client == client:  # only its own, whatever name another one gave his
             self._drop(live, "cancelled", "cancelled by the client")
 
     def _drop(self, live: Live, kind: str, reason: str) -> None:

@@ -487,9 +487,16 @@ class Bells:
         return Awaited(wait.peer, wait.kind, where, wait.value, self.seen(kind, wait.peer))
 
     def seen(self, kind: int, peer: int) -> int:
-        """The last value of `kind` that `peer` has rung here; acquires what came before it."""
+        """The last value of `kind` that `peer` has rung here; acquires what came before it. From any thread."""
         assert 0 <= peer < self.world, peer
-        return int(_load(self._lines[kind] + peer * LINE_BYTES))
+        with self._lock:
+            if self._views is None:
+                return 0
+            return int(_load(self._lines[kind] + peer * LINE_BYTES))
+
+    def rung(self, kind: int, peer: int) -> int:
+        """The last value of `kind` that this rank has rung at `peer`. From any thread."""
+        return int(self._rung[kind, peer])
 
     # ---- the idle rule ----------------------------------------------------------------------------------------
     def take_wakes(self) -> None:
@@ -542,6 +549,10 @@ class Bells:
         """The confirmation words of `launch` of all ranks, own included; after its first paired exchange."""
         _load_all(self._address, self._offset_words + launch % WORDS * 8, self._scratch)
         return tuple(self._scratch.tolist())
+
+    def word(self, peer: int, launch: int) -> int:
+        """What stands in `peer`'s slab for the word of `launch` now; says nothing about who may rely on it."""
+        return self._read(peer, self._offset_words + launch % WORDS * 8)
 
     def set_launch_count(self, count: int) -> None:
         """Publish how many launches this rank has begun."""

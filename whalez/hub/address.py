@@ -15,11 +15,16 @@ from whalez.errors import HubError
 
 IPC_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path less its final zero
 _RESOLVE_S = 0.5
+_KEYS_HINT = "give --keys DIR (`whalez keys DIR` makes them) or, on a network you trust, --insecure"
 _FORMS = "tcp://IP:PORT, tcp://[IPV6]:PORT or ipc:///path"
 
 
-def check_bind(address: str, *, peers_elsewhere: bool) -> None:
-    """Refuse an address rank 0 must not listen at, within a second. `peers_elsewhere`: ranks on other machines.
+def check_bind(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> None:
+    """Refuse an address rank 0 must not listen at, within a second.
+
+    Args:
+        peers_elsewhere: ranks are on other machines
+        may_be_reached:  by other machines: keys are given, or the user does without in so many words
 
     Raises: HubError with the reason and what to give instead.
     """
@@ -37,12 +42,15 @@ def check_bind(address: str, *, peers_elsewhere: bool) -> None:
         raise HubError(f"{address}: {host!r} is a name, and a hub binds only to an IP ({hint}); {_own_hint()}")
     if peers_elsewhere and _is_loopback(str(ip)):
         raise HubError(f"{address}: {ip} is loopback, but ranks on other machines must reach it; {_own_hint()}")
+    if not _is_loopback(str(ip)) and not may_be_reached:
+        raise HubError(f"{address}: other machines can reach it, and none of them would need a key; {_KEYS_HINT}")
 
 
-def check_connect(address: str, *, peers_elsewhere: bool) -> None:
+def check_connect(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> None:
     """Refuse an address that can not lead a member to rank 0, within a second. Names are allowed if they can work.
 
-    `peers_elsewhere`: rank 0 may be on another machine.
+    `peers_elsewhere`: rank 0 may be on another machine. `may_be_reached`: as in `check_bind`, so that a rank without
+    keys says so at once and sends no prompt to whoever listens there.
     A name that does not resolve yet is let through: it may appear while the connection is retried.
     """
     parts = _split(address)
@@ -56,6 +64,8 @@ def check_connect(address: str, *, peers_elsewhere: bool) -> None:
     if peers_elsewhere and found and all(_is_loopback(each) for each in found):
         via = "" if found == (host,) else f" (it resolves to {', '.join(found)})"
         raise HubError(f"{address}: {host}{via} is loopback, but rank 0 may be on another machine; give its IP")
+    if not may_be_reached and not (found and all(_is_loopback(each) for each in found)):
+        raise HubError(f"{address}: it is reached over the network, and nobody would need a key; {_KEYS_HINT}")
 
 
 def resolve(host: str, timeout_s: float = _RESOLVE_S) -> tuple[str, ...]:
@@ -90,6 +100,12 @@ def host_identity() -> str:
     except OSError:
         namespace = 0
     return f"{socket.gethostname()}/{boot}/{namespace:x}"
+
+
+def is_of_this_machine(address: str) -> bool:
+    """True if nothing outside this machine can reach what listens at `address`. Raises HubError for a malformed one."""
+    parts = _split(address)
+    return parts is None or _is_loopback(parts[0])
 
 
 def ipc_path(address: str) -> str | None:

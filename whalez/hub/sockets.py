@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -38,6 +39,7 @@ class SocketOptions:
     connect_timeout_ms: int = 2000
     reconnect_ms: int = 50
     reconnect_ms_max: int = 1000
+    handshake_ms: int = 5000  #: a newcomer that has not said by then who it is, is cut
     heartbeat_ms: int = 500
     heartbeat_timeout_ms: int = 10_000
 
@@ -62,6 +64,7 @@ def make_socket(
     made.set(zmq.CONNECT_TIMEOUT, options.connect_timeout_ms)
     made.set(zmq.RECONNECT_IVL, options.reconnect_ms)
     made.set(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
+    made.set(zmq.HANDSHAKE_IVL, options.handshake_ms)
     made.set(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
     made.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
     made.set(zmq.HEARTBEAT_TTL, options.heartbeat_timeout_ms)
@@ -72,12 +75,25 @@ def make_socket(
     return made
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
-    """A ROUTER that listens at `address`. Raises HubError naming the address if it is taken or not ours."""
+def _as_it_is(made: zmq.Socket[bytes]) -> None:
+    """No keys and no monitor."""
+
+
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    options: SocketOptions,
+    prepare: Callable[[zmq.Socket[bytes]], None] = _as_it_is,
+) -> zmq.Socket[bytes]:
+    """A ROUTER that listens at `address`; `prepare` is called with it before it does.
+
+    Raises: HubError naming the address if it is taken or not ours.
+    """
     path = ipc_path(address)
     if path is not None:
         _refuse_living_listener(address, path)
     router = make_socket(context, zmq.ROUTER, options, ipv6=is_ipv6(address))
+    prepare(router)
     try:
         router.bind(address)
     except zmq.ZMQError as error:
@@ -88,14 +104,20 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketO
     return router
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], address: str, options: SocketOptions) -> zmq.Socket[bytes]:
-    """A DEALER that keeps trying to reach `address` in the background. Raises HubError for a malformed address.
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    options: SocketOptions,
+    prepare: Callable[[zmq.Socket[bytes]], None] = _as_it_is,
+) -> zmq.Socket[bytes]:
+    """A DEALER that keeps trying to reach `address` in the background; `prepare` is called with it before.
 
     It takes nothing to send before it is connected (EAGAIN), so that what could not be delivered is never queued in
-    the dark.
+    the dark. Raises: HubError for a malformed address.
     """
     dealer = make_socket(context, zmq.DEALER, options, ipv6=is_ipv6(address))
     dealer.set(zmq.IMMEDIATE, 1)
+    prepare(dealer)
     try:
         dealer.connect(address)
     except zmq.ZMQError as error:

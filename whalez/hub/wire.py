@@ -5,6 +5,7 @@ Rule 2: what passes is safe to hand on: caps on every length, finite numbers, no
 
     hub frame   b"WHLZ"  u16 version  u16 incarnation bytes  u32 body bytes  incarnation (ASCII)  body
     link frame  b"WHLK"  u16 version  u16 0                  u32 body bytes                       body
+    admin frame b"WHLA"  as a link frame, at most ADMIN_BYTES_MAX
 
 All integers little endian; the body is msgpack of a tagged struct.
 """
@@ -19,11 +20,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from whalez.errors import WireError
-from whalez.hub import requests
+from whalez.hub import admin, requests
 from whalez.rendezvous import messages
 
 MAGIC = b"WHLZ"
 LINK_MAGIC = b"WHLK"
+ADMIN_MAGIC = b"WHLA"
 VERSION = 1
 PROMPT_TOKENS_MAX = 1 << 22
 TOKENS_BYTES_MAX = 4 * PROMPT_TOKENS_MAX
@@ -34,6 +36,7 @@ ITEMS_MAX = 1 << 22  #: entries of one list; Done returns its tokens as one
 INT_MAX = (1 << 63) - 1
 #: A prompt at the cap and what stands around it.
 FRAME_BYTES_MAX = TOKENS_BYTES_MAX + (1 << 20)
+ADMIN_BYTES_MAX = 1 << 23  #: the lives of a hundred whales, or all doorbells of a large world
 
 _HEADER = struct.Struct("<4sHHI")
 
@@ -113,11 +116,13 @@ HubMessage = (
     | Echo
 )
 LinkAny = requests.Request | requests.Response
+AdminAny = admin.Query | admin.Answer
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _hub_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(HubMessage)
 _link_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(LinkAny)
+_admin_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AdminAny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,25 @@ def decode_link(data: bytes | memoryview) -> requests.Request | requests.Respons
     if len(name):
         raise WireError("a link frame carries no incarnation")
     message: requests.Request | requests.Response = _decoded(_link_decoder, body, -INT_MAX)
+    return message
+
+
+def encode_admin(message: admin.AdminMessage) -> bytes:
+    """One admin frame. Raises WireError like `encode`, and above ADMIN_BYTES_MAX."""
+    body = _body(message, -INT_MAX)
+    if len(body) > ADMIN_BYTES_MAX - _HEADER.size:
+        raise WireError(f"{type(message).__name__}: {len(body)} bytes, an admin frame may have {ADMIN_BYTES_MAX}")
+    return b"".join((_HEADER.pack(ADMIN_MAGIC, VERSION, 0, len(body)), body))
+
+
+def decode_admin(data: bytes | memoryview) -> admin.Query | admin.Answer:
+    """The admin message in `data`. Raises WireError like `decode`."""
+    if len(data) > ADMIN_BYTES_MAX:
+        raise WireError(f"admin frame of {len(data)} bytes, at most {ADMIN_BYTES_MAX} allowed")
+    name, body = _split(data, ADMIN_MAGIC)
+    if len(name):
+        raise WireError("an admin frame carries no incarnation")
+    message: admin.Query | admin.Answer = _decoded(_admin_decoder, body, -INT_MAX)
     return message
 
 
@@ -232,7 +256,7 @@ def _check(value: Any, where: str, least: int) -> None:
         limit = OFFER_BYTES_MAX if where in ("Offer.data", "Offers.parts") else TOKENS_BYTES_MAX
         if len(value) > limit:
             raise WireError(f"{where}: {len(value)} bytes, at most {limit} allowed")
-        if where.endswith(".tokens") and len(value) % 4:
+        if where.endswith((".tokens", ".prompts")) and len(value) % 4:
             raise WireError(f"{where}: {len(value)} bytes are no list of int32")
     elif isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:

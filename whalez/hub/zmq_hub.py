@@ -20,15 +20,17 @@ from whalez.errors import ConfigError, FleetRefused, HubError, PeerDied, WhalezE
 from whalez.hub import sockets, wire
 from whalez.hub.address import check_bind, check_connect
 from whalez.hub.conductor import Conductor
+from whalez.hub.connections import Knock
 from whalez.hub.inbox import Inbox, message_bytes
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits, SequencerLike
+from whalez.hub.keys import Keys, secure_client
 from whalez.hub.liveness import Liveness
 from whalez.hub.processes import PeerWatch, Wake
 from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_router import INPROC, RouterThread
 from whalez.planning.choice import plan_whale
 from whalez.planning.policy import PlanPolicy
-from whalez.rendezvous.events import StopWanted
+from whalez.rendezvous.events import Received, StopWanted
 from whalez.rendezvous.messages import (
     Bye,
     Died,
@@ -40,6 +42,7 @@ from whalez.rendezvous.messages import (
     Refused,
     SlabEntry,
     Table,
+    Withdraw,
     WorldStarts,
 )
 from whalez.rendezvous.sequencer import Sequencer
@@ -66,6 +69,8 @@ class ZmqHub:
         sequencer: SequencerLike | None = None,
         limits: HubLimits | None = None,
         options: SocketOptions | None = None,
+        keys: Keys | None = None,
+        insecure: bool = False,
     ) -> None:
         """No socket is opened before `start`.
 
@@ -74,27 +79,36 @@ class ZmqHub:
             policy:     needed on rank 0 unless `sequencer` is given: what its Sequencer plans with
             node_ranks: ranks per machine; below `world` means that peers are elsewhere. None = all are here
             sequencer:  rank 0 only, instead of the one made from `policy`
+            keys:       who may join, and what this rank shows; needed where other machines can reach the hub
+            insecure:   do without there
 
-        Raises: HubError for an address that can not work, within a second.
+        Raises: HubError for an address that can not work, within a second; ConfigError for keys that lack ours.
         """
         if not 0 <= rank < world:
             raise ConfigError(f"rank: expected 0 to {world - 1}, got {rank}")
         peers_elsewhere = node_ranks is not None and node_ranks < world
         if rank == 0:
-            check_bind(address, peers_elsewhere=peers_elsewhere)
+            check_bind(address, peers_elsewhere=peers_elsewhere, may_be_reached=keys is not None or insecure)
             if sequencer is None:
                 assert policy is not None, "rank 0 needs a policy for its sequencer"
                 sequencer = Sequencer(world, policy, plan=plan_whale)
         else:
             assert node_ranks is None or node_ranks > 0
             zero_is_here = node_ranks is not None and rank < node_ranks
-            check_connect(address, peers_elsewhere=peers_elsewhere and not zero_is_here)
+            check_connect(
+                address,
+                peers_elsewhere=peers_elsewhere and not zero_is_here,
+                may_be_reached=keys is not None or insecure,
+            )
+        if keys is not None:
+            keys.pair("rank" if rank else "hub")  # a key that is not here is told now
         self._rank = rank
         self._world = world
         self._address = address
         self._sequencer = sequencer
         self._limits = limits or HubLimits()
         self._options = options or SocketOptions()
+        self._keys = keys
         self._inbox = Inbox(self._limits)
         self._launch = 0
         self._lifecycle = threading.RLock()  # opening and closing; a signal may close while this thread opens
@@ -111,6 +125,7 @@ class ZmqHub:
         self._said_bye = False
         self._is_closing = False
         self._heard_hub = False
+        self._knock: Knock | None = None  # of a rank that comes in from outside rank 0's process
         self._wake = Wake()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: RouterThread | None = None
@@ -139,16 +154,32 @@ class ZmqHub:
             assert self._sequencer is not None
             conductor = Conductor(self._world, self._sequencer, hello.fingerprint)
             self._router = RouterThread(
-                self._context, self._address, conductor, hello, lambda: self._launch, self._limits, self._options
+                self._context,
+                self._address,
+                conductor,
+                hello,
+                lambda: self._launch,
+                self._limits,
+                self._options,
+                self._keys,
             )
         where = INPROC if self._rank == 0 else self._address
-        frames = sockets.connect(self._context, where, self._options)
-        beats = sockets.connect(self._context, where, self._options)
+        frames = sockets.connect(self._context, where, self._options, self._prepare_frames)
+        beats = sockets.connect(self._context, where, self._options, self._prepare)
         thread = threading.Thread(
             target=_MemberThread(self, frames, beats, hello).run, name=f"hub-{self._rank}", daemon=True
         )
         thread.start()
         self._thread = thread
+
+    def _prepare_frames(self, frames: zmq.Socket[bytes]) -> None:
+        self._prepare(frames)
+        if self._rank != 0:
+            self._knock = Knock(frames, self._options, has_keys=self._keys is not None)
+
+    def _prepare(self, dealer: zmq.Socket[bytes]) -> None:
+        if self._rank != 0 and self._keys is not None:
+            secure_client(dealer, self._keys.pair("rank"), self._keys.hub_public)
 
     def gather(self, data: bytes, timeout_s: float) -> tuple[bytes, ...]:
         assert self._table is not None and not self._is_mapped, "between start and mapped"
@@ -197,6 +228,11 @@ class ZmqHub:
         assert self._router is not None, "the sequencer lives with rank 0"
         self._router.order(StopWanted(grace_s))
 
+    def withdraw(self, rank: int, request_id: str) -> None:
+        """Rank 0 only: have the sequencer cancel a rank's post, as if that rank had withdrawn it."""
+        assert self._router is not None, "the sequencer lives with rank 0"
+        self._router.order(Received(Withdraw(rank=rank, request_id=request_id), rank))
+
     @property
     def bad_frames_total(self) -> int:
         """Rank 0: frames that were none of this protocol, whoever sent them; counted and dropped."""
@@ -206,6 +242,18 @@ class ZmqHub:
     def stale_frames_total(self) -> int:
         """Rank 0: frames of processes that do not belong to this world; answered with a refusal."""
         return self._router.stale_frames_total if self._router is not None else 0
+
+    def dropped(self) -> dict[str, int]:
+        """Rank 0: what came to the hub and was not let through, by kind. Empty on other ranks, which do not listen."""
+        router = self._router
+        if router is None:
+            return {}
+        return {
+            "hub_bad_frames": router.bad_frames_total,
+            "hub_stale_frames": router.stale_frames_total,
+            "hub_refused_connections": router.refused_connections_total,
+            "hub_ended_connections": router.ended_connections_total,
+        }
 
     def close(self) -> None:
         with self._lifecycle:
@@ -239,7 +287,14 @@ class ZmqHub:
 
     def _reason(self) -> str:
         if self._router is not None and (missing := self._router.missing()):
-            return f"ranks {', '.join(map(str, missing))} are missing at {self._address}"
+            refused = self._router.refusals()
+            why = f"; refused: {'; '.join(refused)}" if refused else ""
+            return f"ranks {', '.join(map(str, missing))} are missing at {self._address}{why}"
+        if not self._heard_hub and self._knock is not None and self._knock.closed_total:
+            why = ""
+            if self._keys is not None:
+                why = f"; is {self._keys.folder / 'hub.key'} its key, and {self._keys.folder} a folder of this fleet?"
+            return f"the hub at {self._address} closes the connection during the handshake{why}"
         if not self._heard_hub:
             return f"no hub answers at {self._address}"
         return f"the hub at {self._address} answers, but not all ranks are there yet"
@@ -269,6 +324,9 @@ class _MemberThread:
         self._poller = zmq.Poller()
         self._poller.register(frames, zmq.POLLIN)
         self._poller.register(beats, zmq.POLLIN)
+        self._knock = hub._knock
+        if self._knock is not None:
+            self._poller.register(self._knock.events, zmq.POLLIN)
         self._poller.register(hub._wake.fd, zmq.POLLIN)
 
     def run(self) -> None:
@@ -279,6 +337,8 @@ class _MemberThread:
             self._fail(HubError(f"the hub thread failed: {type(error).__name__}: {error}"))
         finally:
             self._watch.close()
+            if self._knock is not None:
+                self._knock.close()
             self._frames.close()  # their linger applies when the context is terminated
             self._beats.close()
 
@@ -295,6 +355,8 @@ class _MemberThread:
             ready = dict(self._poller.poll(max(0, -(-(wait_until - now) // 1_000_000))))
             if hub._wake.fd in ready:
                 hub._wake.clear()
+            if self._knock is not None and self._knock.events in ready:
+                self._look_at_door(self._knock)
             if self._beats in ready:
                 self._read(self._beats)
             if self._frames in ready:
@@ -309,6 +371,13 @@ class _MemberThread:
                 self._beat()
             self._say_what_starts(now)
             self._send_waiting()
+
+    def _look_at_door(self, knock: Knock) -> None:
+        why = knock.read()
+        if why is not None:
+            keys = self._hub._keys
+            what = "no --keys were given" if keys is None else f"ours are in {keys.folder}"
+            self._fail(FleetRefused(f"the hub at {self._hub._address} {why}: {what}", "keys"))
 
     def _has_unsent(self) -> bool:
         return self._unsent is not None or bool(self._hub._outbox)

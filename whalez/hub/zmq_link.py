@@ -23,6 +23,7 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import RequestError, Unavailable, WireError
 from whalez.hub import sockets, wire
+from whalez.hub.connections import listen
 from whalez.hub.processes import Wake
 from whalez.hub.requests import CancelRequest, Done, Failed, LinkMessage, Response, Status, StatusQuery, Submit
 from whalez.hub.sockets import SocketOptions
@@ -71,7 +72,7 @@ class LinkServer:
         self._client_queue_max = client_queue_max
         self._context = sockets.make_context()
         try:
-            self._router = sockets.bind(self._context, address, options or SocketOptions())
+            self._router, self._door = listen(self._context, address, options or SocketOptions())
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -105,6 +106,15 @@ class LinkServer:
         """Clients that went away, or did not read, with requests open."""
         return self._clients_dropped
 
+    def dropped(self) -> dict[str, int]:
+        """What came to the link and was not let through, by kind."""
+        return {
+            "link_bad_frames": self._bad_frames,
+            "link_refused_connections": self._door.refused_total,
+            "link_ended_connections": self._door.ended_total,
+            "link_clients_dropped": self._clients_dropped,
+        }
+
     def close(self) -> None:
         """Flush what was replied (at most 1 s) and end the thread. Idempotent."""
         if self._is_closing:
@@ -120,6 +130,7 @@ class LinkServer:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._door.events, zmq.POLLIN)
         poller.register(self._wake.fd, zmq.POLLIN)
         try:
             while not self._is_closing:
@@ -127,6 +138,8 @@ class LinkServer:
                 ready = dict(poller.poll(_RETRY_NS // 1_000_000 if has_unsent else None))
                 if self._wake.fd in ready:
                     self._wake.clear()
+                if self._door.events in ready:
+                    self._door.read()
                 if self._router in ready:
                     self._read()
                 self._take_replies()
@@ -140,6 +153,7 @@ class LinkServer:
         except Exception:
             _log.exception("the request link at %s ended", self._address)  # clients see it fall silent
         finally:
+            self._door.close()
             self._router.close()
 
     def _read(self) -> None:

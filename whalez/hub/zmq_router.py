@@ -17,9 +17,11 @@ import zmq
 
 from whalez.clock import now_ns
 from whalez.errors import HubError, WireError
-from whalez.hub import sockets, wire
+from whalez.hub import wire
 from whalez.hub.conductor import Conductor, Out
+from whalez.hub.connections import listen
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits
+from whalez.hub.keys import Keys
 from whalez.hub.liveness import Liveness
 from whalez.hub.processes import PeerWatch, Wake
 from whalez.hub.sockets import SocketOptions
@@ -46,7 +48,7 @@ class _Peer:
 
 
 class RouterThread:
-    """Owns: ROUTER and thread. Closed by: `close`, which flushes for at most 1 s."""
+    """Owns: ROUTER, its door and thread, with keys a second thread. Closed by: `close`, which flushes at most 1 s."""
 
     def __init__(
         self,
@@ -57,14 +59,21 @@ class RouterThread:
         read_launch: Callable[[], int],
         limits: HubLimits,
         options: SocketOptions,
+        keys: Keys | None,
     ) -> None:
-        """Listens when this returns. Raises HubError for an address that is taken."""
+        """Listens when this returns; with `keys` only to who has one of `keys.ranks`.
+
+        Raises: HubError for an address that is taken, ConfigError for keys that are not the hub's.
+        """
         self._conductor = conductor
         self._own = own_hello.entry
         self._read_launch = read_launch
         self._limits = limits
-        self._router = sockets.bind(context, address, options)
-        self._router.bind(INPROC)
+        self._has_keys = keys is not None
+        pair = None if keys is None else keys.pair("hub")
+        allow = () if keys is None else keys.ranks
+        self._router, self._door = listen(context, address, options, pair, allow)
+        self._router.bind(INPROC)  # no keys are asked for within a process
         self._wake = Wake()
         self._watch = PeerWatch()
         self._liveness: Liveness[str] = Liveness()
@@ -80,6 +89,7 @@ class RouterThread:
         self.stale_frames_total = 0
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._door.events, zmq.POLLIN)
         self._poller.register(self._wake.fd, zmq.POLLIN)
         conductor.received(
             self._own.incarnation, own_hello, now_ns(), 0
@@ -91,6 +101,18 @@ class RouterThread:
         """Hand the sequencer an event of this process, e.g. StopWanted. Any thread; never blocks."""
         self._orders.append(event)
         self._wake.set()
+
+    @property
+    def refused_connections_total(self) -> int:
+        return self._door.refused_total
+
+    @property
+    def ended_connections_total(self) -> int:
+        return self._door.ended_total
+
+    def refusals(self) -> list[str]:
+        """Who was refused in the handshake and why, with how often."""
+        return [f"{what} ({count} times)" for what, count in self._door.refusals.copy().items()]
 
     def missing(self) -> tuple[int, ...]:
         return self._conductor.missing()
@@ -117,6 +139,7 @@ class RouterThread:
             self._finish()
         finally:
             self._watch.close()
+            self._door.close()
             self._router.close()  # its linger applies when the context is terminated
 
     def _serve(self) -> None:
@@ -131,6 +154,8 @@ class RouterThread:
                 self._wake.clear()
                 while self._orders:
                     self._perform(self._conductor.order(self._orders.popleft(), now_ns(), self._read_launch()))
+            if self._door.events in ready:
+                self._door.read()
             if self._router in ready:
                 self._read()
             for fd in ready:
@@ -186,7 +211,7 @@ class RouterThread:
         now = now_ns()
         peer = self._peers.get(incarnation)
         if isinstance(message, wire.Beat) and not message.on_frames:
-            if peer is not None:
+            if peer is not None and not self._is_foreign(peer.beats_id, connection):
                 peer.beats_id = connection
                 self._heard(incarnation, now)
             return
@@ -195,6 +220,8 @@ class RouterThread:
                 return
             peer = self._peers[incarnation] = _Peer(connection)
         elif peer.frames_id != connection:
+            if self._conductor.is_complete and self._is_foreign(peer.frames_id, connection):
+                return
             peer.frames_id = connection
             if self._conductor.is_complete:
                 # Frames may be lost between the old connection and the new one, and nothing is repaired half-way.
@@ -224,6 +251,24 @@ class RouterThread:
             self._is_watching = True
             for each in self._conductor.accepted.values():
                 self._heard(each, now)
+
+    def _is_foreign(self, own: bytes | None, connection: bytes) -> bool:
+        """Whether a frame came over another connection than its sender's `own`, which is still open.
+
+        A rank has one connection for frames and one for beats: somebody else repeats what he has seen. Counted.
+        With keys nobody can, and who came anew has lost the old connection, whether or not that is known here.
+        """
+        if own is None or own == connection or self._has_keys:
+            return False
+        self._router.get(zmq.EVENTS)  # takes note of connections that have closed, which a send may put off
+        try:
+            self._router.send_multipart((own, wire.encode(wire.Beat(rank=0), self._own.incarnation)), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # full, so open
+        except zmq.ZMQError:
+            return False
+        self.stale_frames_total += 1
+        return True
 
     def _heard(self, incarnation: str, now: int) -> None:
         if self._is_watching and incarnation != self._own.incarnation:

@@ -23,6 +23,7 @@ class SlabEntry(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     ticket: bytes  #: what lets a peer map the slab (host: the shared-memory name)
+    admin: str = ""  #: where it answers an operator's queries
 
 
 # ---- start-up -------------------------------------------------------------------------------------------------

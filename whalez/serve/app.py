@@ -64,7 +64,7 @@ class Front:
         self.model_name = model_name
         self.max_body_bytes = max_body_bytes
         self.away = away  #: exists while the world behind this front is away, and says why
-        self.draining = False  #: set by the process on SIGTERM; new completions are refused
+        self.draining = False  #: set by the process when it is to leave; new completions are refused
         self.started = int(time.time())
 
     def app(self) -> Starlette:
@@ -194,6 +194,10 @@ class Front:
             chunks.append({**completions.completion(*name, "", None), "choices": [], "usage": counts})
         return chunks
 
+    def _patience(self) -> float:
+        """Seconds that a lost rank's last words may take; none while the fleet stops: the killed say nothing."""
+        return 0.0 if self.draining else LAST_WORDS_S
+
     async def _pieces(self, ask: Ask, view: RankView) -> AsyncGenerator[Piece, None]:
         """One piece for every token that makes text certain, then exactly one with a finish reason.
 
@@ -209,7 +213,7 @@ class Front:
         responses = view.link.submit(ask.submit)
         try:
             while True:
-                response = await _next_or_lost(responses, view)
+                response = await _next_or_lost(responses, view, self._patience)
                 match response:
                     case TokenOut():
                         tokens.append(response.token)
@@ -267,14 +271,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _next_or_lost(responses: AsyncIterator[Any], view: RankView) -> Any:
-    """The next response, or Unavailable once the rank is lost."""
+async def _next_or_lost(responses: AsyncIterator[Any], view: RankView, patience: Callable[[], float]) -> Any:
+    """The next response, or Unavailable once the rank is lost, `patience` seconds later."""
     coming = asyncio.ensure_future(anext(responses))
     losing = asyncio.ensure_future(view.lost.wait())
     try:
         await asyncio.wait({coming, losing}, return_when=asyncio.FIRST_COMPLETED)
         if not coming.done():  # a rank that stops says why, and its last words may come after its end
-            await asyncio.wait({coming}, timeout=LAST_WORDS_S)
+            await asyncio.wait({coming}, timeout=patience())
         if coming.done():
             return coming.result()
         raise Unavailable(f"{view.name}: {view.how_lost}")
@@ -371,4 +375,5 @@ def _health_row(view: RankView) -> dict[str, Any]:
         "waiting": status.waiting,
         "cache_used": status.cache_used,
         "cache_total": status.cache_total,
+        "dropped": status.dropped,
     }

@@ -39,6 +39,11 @@ def link_address(run_dir: str | Path, rank: int) -> str:
     return f"ipc://{run_dir}/rank-{rank}.link"
 
 
+def admin_address(run_dir: str | Path, rank: int) -> str:
+    """Where the rank answers an operator's queries."""
+    return f"ipc://{run_dir}/rank-{rank}.admin"
+
+
 def connect(address: str) -> Link:
     """The real link; connecting needs no peer yet."""
     from whalez.hub.zmq_link import AsyncLinkClient  # only whalez.hub may import zmq, and tests need no link at all

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from whalez.errors import ConfigError, HubError
 
 PR_SET_PDEATHSIG = 1
-#: What a front gets when its parent is gone. Not SIGKILL: clients of a rank that was killed still have to hear of it. Not
-#: SIGTERM: a dying process hands its children from thread to thread and the kernel signals each time, and a second SIGTERM
-#: means "at once".
+#: What a front gets when its parent is gone. Not SIGKILL: clients of a rank that was killed still have to hear of it.
+#: Not SIGTERM: a dying process hands its children from thread to thread and the kernel signals each time, and a second
+#: SIGTERM means "at once".
 PARENT_GONE = signal.SIGHUP
 FRONT_GRACE_S = 2.0  #: a front that leaves has at most this long to answer what it has taken
 
@@ -43,6 +43,11 @@ def front_command(
     if away is not None:
         command += ["--away", away]
     return [*command, "--grace", str(grace_s)]
+
+
+def held_line(pid: int) -> str:
+    """What is said of a process that is kept after its failure."""
+    return f"held for a debugger until SIGTERM: pid {pid}; attach with `gdb -p {pid}` or `py-spy dump --pid {pid}`"
 
 
 def parse_listen(text: str) -> tuple[str, int]:

@@ -342,7 +342,8 @@ class Simulator:
         self.processes: list[_Process] = []  #: the newest of each rank
         self.log: deque[tuple[int, object, object]] = deque(maxlen=LOG_COUNT_MAX)
         self._by_incarnation: dict[str, _Process] = {}
-        self._cut_ns: dict[str, int] = {}  #: frames of a dead process that would arrive later are lost
+        #: by incarnation, of a process that is over: the run it ended in, and when the last of its frames arrives there
+        self._cut: dict[str, tuple[_Run | None, int]] = {}
         self._starting: set[int] = set()
         self._calendar: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._calendar_count = 0
@@ -567,7 +568,7 @@ class Simulator:
         for request_id in list(process.prompts):
             self._end_request(process, request_id, "error")
         cut_ns = self.now_ns + self._between((0, self.weather.message_ns[1]))
-        self._cut_ns[process.incarnation] = cut_ns
+        self._cut[process.incarnation] = self.live, cut_ns
         run = self.live
         if run is not None:
             run.dead.add(process.rank)
@@ -631,7 +632,8 @@ class Simulator:
 
     def _arrives(self, process: _Process, message: msg.Message) -> None:
         run = self.live
-        if run is not None and self.now_ns <= self._cut_ns.get(process.incarnation, self.now_ns):
+        last_run, cut_ns = self._cut.get(process.incarnation, (run, self.now_ns))
+        if run is not None and run is last_run and self.now_ns <= cut_ns:
             outs = run.conductor.received(process.incarnation, message, self.now_ns, self._count_of_zero())
             self._perform(run, outs)
 

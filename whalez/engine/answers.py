@@ -1,0 +1,229 @@
+"""What a rank answers to an operator. Runs in the admin socket's thread and reads what the loop publishes.
+
+Rule 1: nothing here waits for the loop or makes it wait: numbers are read as they stand, machine states and lives are
+values that the loop replaces as a whole, doorbells lie in shared memory.
+Rule 2: a wish that changes something goes into the loop's inbox, or to the sequencer's thread, and is obeyed there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from whalez.clock import now_ns
+from whalez.engine.health import Health
+from whalez.fabric.doorbell import BELL_KINDS, place_of
+from whalez.fabric.layout import SlabLayout
+from whalez.hub import admin
+from whalez.rendezvous.lives import WatchedSequencer
+from whalez.rendezvous.messages import SlabEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What does not change while a rank runs."""
+
+    rank: int
+    device: str
+    transport: str
+    hub: str
+    host: str
+    sockets: dict[str, dict[str, int]]  #: options by socket
+
+
+class Answers:
+    """Answers every query of `hub.admin`. The attributes are set once, as the rank comes up; None until then."""
+
+    def __init__(self, facts: RankFacts, health: Health, layout: SlabLayout, endpoint: str) -> None:
+        self._facts = facts
+        self._health = health
+        self._layout = layout
+        self._endpoint = endpoint
+        self.table: tuple[SlabEntry, ...] | None = None  #: once every rank has said hello
+        self.mapped: tuple[int, ...] = ()  #: ranks whose slab is mapped here
+        self.sequencer: WatchedSequencer | None = None  #: rank 0 only
+        self.withdraw: Callable[[int, str], None] | None = None  #: rank 0 only: cancel a post at the sequencer
+        self.bad_frames_total: Callable[[], int] = lambda: 0
+
+    def answer(self, query: admin.AdminQuery) -> admin.AdminAnswer:
+        """Raises nothing a query can provoke: what cannot be answered is a NotDone."""
+        match query:
+            case admin.AskStatus():
+                return self._status(query.query_id)
+            case admin.AskWhales():
+                return self._whales(query.query_id)
+            case admin.AskSlabs():
+                return self._slabs(query.query_id)
+            case admin.AskDoorbells():
+                return self._doorbells(query.query_id)
+            case admin.AskPrompts():
+                return self._prompts(query.query_id)
+            case admin.CancelWhale():
+                return self._cancel(query)
+            case admin.DrainFleet():
+                return self._drain(query)
+        return self._not_done(query.query_id, f"no answer to a {type(query).__name__}")
+
+    def _status(self, query_id: str) -> admin.RankStatus:
+        loop, facts = self._health.loop, self._facts
+        return admin.RankStatus(
+            query_id=query_id,
+            rank=facts.rank,
+            health=self._health.status(),
+            device=facts.device,
+            transport=facts.transport,
+            hub=facts.hub,
+            host=facts.host,
+            launches_with_sleep=0 if loop is None else loop.sleeps_total,
+            slips_total=0 if loop is None else loop.slips_total,
+            records=()
+            if loop is None
+            else tuple(
+                admin.RecordLine(
+                    seq=record.seq,
+                    state="stop" if record.is_stop else record.state.value,
+                    launch=record.launch,
+                    gang=record.gang,
+                )
+                for record in loop.member.records
+            ),
+            endpoints=self._endpoints(),
+            sockets=facts.sockets,
+            bad_frames_total=self.bad_frames_total(),
+        )
+
+    def _endpoints(self) -> tuple[str, ...]:
+        if self.table is not None:
+            return tuple(entry.admin for entry in self.table)
+        return tuple(self._endpoint if rank == self._facts.rank else "" for rank in range(self._layout.world))
+
+    def _whales(self, query_id: str) -> admin.Whales:
+        loop, watched = self._health.loop, self.sequencer
+        line = None
+        if watched is not None:
+            state = watched.sequencer.state
+            line = admin.SequencerLine(
+                phase=state.phase.value,
+                launch=state.launch,
+                slack=state.slack,
+                waiting=len(state.waiting),
+                left=tuple(sorted(state.left)),
+            )
+        return admin.Whales(
+            query_id=query_id,
+            rank=self._facts.rank,
+            at_ns=now_ns(),
+            wall_s=time.time(),
+            seen=() if loop is None else loop.whales.lives,
+            sequenced=() if watched is None else watched.whales.lives,
+            sequencer=line,
+        )
+
+    def _slabs(self, query_id: str) -> admin.Slabs:
+        return admin.Slabs(
+            query_id=query_id,
+            rank=self._facts.rank,
+            nbytes=self._layout.nbytes,
+            regions=tuple(
+                admin.RegionLine(
+                    name=name,
+                    offset=region.offset,
+                    shape=region.shape,
+                    dtype=region.dtype.str,
+                    nbytes=region.nbytes,
+                )
+                for name, region in self._layout.regions.items()
+            ),
+            mapped=self.mapped,
+            host=self._facts.host,
+            pid=os.getpid(),
+        )
+
+    def _doorbells(self, query_id: str) -> admin.AdminAnswer:
+        loop = self._health.loop
+        if loop is None:
+            return self._not_done(query_id, "the rank is starting")
+        bells, own, world = loop.bells, self._facts.rank, self._layout.world
+        waits = [line for rank in range(world) if (line := self._wait(bells, rank)) is not None]
+        awaited = {(line.kind, line.peer): line.expected for line in waits if line.rank == own}
+        return admin.Doorbells(
+            query_id=query_id,
+            rank=own,
+            lines=tuple(
+                admin.BellLine(
+                    kind=name,
+                    peer=peer,
+                    expected=awaited.get((name, peer)),
+                    seen=bells.seen(kind, peer),
+                    rung=bells.rung(kind, peer),
+                )
+                for kind, name in enumerate(BELL_KINDS)
+                for peer in range(world)
+                if peer != own
+            ),
+            peers=tuple(
+                admin.PeerLine(
+                    rank=peer,
+                    launch_count=(count := bells.launch_count(peer)),
+                    progress=bells.progress(peer),
+                    word=bells.word(peer, max(0, count - 1)),
+                )
+                for peer in range(world)
+            ),
+            waits=tuple(waits),
+        )
+
+    def _wait(self, bells: Any, rank: int) -> admin.WaitLine | None:
+        wait = bells.status(rank)
+        if wait.peer is None:
+            return None
+        kind = BELL_KINDS.index(wait.kind)
+        return admin.WaitLine(
+            rank=rank,
+            peer=wait.peer,
+            kind=wait.kind,
+            expected=wait.value,
+            seen=bells.seen(kind, wait.peer) if rank == self._facts.rank else None,
+            place=place_of(kind, wait.value, wait.layer, bells.steps_per_launch),
+        )
+
+    def _prompts(self, query_id: str) -> admin.Prompts:
+        loop = self._health.loop
+        prompts = {} if loop is None else loop.prompts()
+        return admin.Prompts(query_id=query_id, rank=self._facts.rank, prompts=prompts)
+
+    def _cancel(self, query: admin.CancelWhale) -> admin.AdminAnswer:
+        """The sequencer calls the gang off at once if it is not committed; the poster's loop ends the request."""
+        loop = self._health.loop
+        done = []
+        if self.withdraw is not None:
+            self.withdraw(query.poster, query.request_id)
+            done.append("withdrawn at the sequencer")
+        if loop is not None and query.poster == self._facts.rank:
+            loop.order(query)
+            done.append(f"request {query.request_id} ends at this rank's next boundary")
+        if not done:
+            return self._not_done(query.query_id, f"rank {self._facts.rank} is neither its poster nor rank 0")
+        return admin.Ordered(query_id=query.query_id, rank=self._facts.rank, what=", ".join(done))
+
+    def _drain(self, query: admin.DrainFleet) -> admin.AdminAnswer:
+        loop = self._health.loop
+        if loop is None:
+            return self._not_done(query.query_id, "the rank is starting")
+        if not query.grace_s >= 0:
+            return self._not_done(query.query_id, f"grace_s: expected 0 or more seconds, got {query.grace_s}")
+        loop.order(query)
+        return admin.Ordered(
+            query_id=query.query_id, rank=self._facts.rank, what=f"the fleet drains, {query.grace_s:g} s at most"
+        )
+
+    def _not_done(self, query_id: str, reason: str) -> admin.NotDone:
+        return admin.NotDone(query_id=query_id, rank=self._facts.rank, reason=reason)
+
+
+def as_dict(options: Any) -> dict[str, int]:
+    """A dataclass of numbers, for `RankFacts.sockets`."""
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
