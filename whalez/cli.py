@@ -11,7 +11,6 @@ import json
 import signal
 import sys
 import tempfile
-import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,6 @@ from whalez.version import __version__
 
 if TYPE_CHECKING:
     from whalez.fleet import Fleet, Generated
-
-RESTARTS_WITHOUT_SERVING = 5  #: then `fleet --restart` gives up
 
 
 class Signalled(BaseException):
@@ -273,22 +270,13 @@ def fleet_command(model: Path, world: int, listen: str, restart: bool, run_dir: 
     """Serve all ranks behind one URL until Ctrl-C, or until `whalez admin drain all`."""
     from whalez.fleet import Fleet
 
-    failures = 0
-    served = False
-    while True:
-        try:
-            with Fleet(model, world, listen=listen, run_dir=run_dir, progress=_say, **settings) as fleet:
-                failures, served = 0, True
-                _say_urls(fleet, listen)
-                fleet.wait()
-                return  # drained
-        except WhalezError as error:
-            failures += 1
-            # A fleet that never served has a wrong setting or checkpoint; starting it again would not mend that.
-            if not restart or not served or failures > RESTARTS_WITHOUT_SERVING:
-                raise
-            _end(f"{error}; starting again", 0)
-            time.sleep(min(8.0, 0.5 * 2 ** (failures - 1)))
+    # A fleet that never served has a wrong setting or checkpoint; starting it again would not mend that.
+    with Fleet(model, world, listen=listen, run_dir=run_dir, keep_front=restart, progress=_say, **settings) as fleet:
+        _say_urls(fleet, listen)
+        if restart:
+            fleet.serve_on()
+        else:
+            fleet.wait()
 
 
 def _say_urls(fleet: Fleet, listen: str) -> None:

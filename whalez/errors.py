@@ -84,9 +84,21 @@ class FabricError(WhalezError):
 
 
 class DoorbellTimeout(FabricError):
-    """A doorbell did not reach its value while the awaited rank made no progress."""
+    """A doorbell did not reach its value while the awaited rank made no progress.
 
-    def __init__(self, peer: int, kind: str, expected: int, seen: int, waited_s: float, where: str = "") -> None:
+    `root` is the rank at the end of the chain of waits, which holds up the others; in a circle the awaited one.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        kind: str,
+        expected: int,
+        seen: int,
+        waited_s: float,
+        where: str = "",
+        root: int | None = None,
+    ) -> None:
         super().__init__(
             f"waited {waited_s:.1f} s for rank {peer}'s {kind} doorbell{' at ' + where if where else ''}: "
             f"expected >= {expected:#x}, seen {seen:#x}"
@@ -97,6 +109,7 @@ class DoorbellTimeout(FabricError):
         self.seen = seen
         self.waited_s = waited_s
         self.where = where
+        self.root = peer if root is None else root
 
 
 class MispairedLaunch(FabricError):

@@ -44,8 +44,12 @@ LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, bef
 FRONT_LEAVE_S = 0.4  #: what fronts have after the last rank, to tell their clients
 FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
 START_S = 300.0  #: the world has this long to come up
+RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
+STEADY_S = 60.0  #: a world that has served for so long ends a row of failures
+FRONT_SEES_S = 5.0  #: what a front has to notice that a world is back
 LOG_TAIL_LINES = 3
 TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
+AWAY = "away"  #: in the run folder while a kept front has no world behind it: why
 OWN_LOCK = "temporary.lock"  #: held while the fleet of such a folder lives; never in a folder that is to be kept
 _DEATH = re.compile(r"^rank (\d+) died: (.*)")  # a PeerDied in a rank's last words
 _DRAINED = "exited with 0"  #: a rank does so only after a Stop that all have begun
@@ -235,6 +239,7 @@ class Fleet:
         pin: bind every rank to cores of its own
         capture: have every rank write logits and hidden rows of each request to run_dir/capture/<request id>
         trace: have every rank write one line per prefill launch to run_dir
+        keep_front: the front outlives a failed world and answers 503 until `restart` or `stop`
         keys: folder of `whalez keys`: only ranks with a key of it join the hub
         hold_on_failure: a rank that fails stays for a debugger, and no other is killed, until `stop`
         start_s: the world has this long to come up
@@ -253,6 +258,7 @@ class Fleet:
         pin: bool = False,
         capture: bool = False,
         trace: bool = False,
+        keep_front: bool = False,
         keys: str | Path | None = None,
         hold_on_failure: bool = False,
         start_s: float = START_S,
@@ -277,6 +283,7 @@ class Fleet:
         self.pin = pin
         self.capture = capture
         self.trace = trace
+        self.keep_front = keep_front
         self.keys = Path(keys).resolve() if keys is not None else None
         self.hold_on_failure = hold_on_failure
         self.fleet_id = secrets.token_hex(6)
@@ -301,6 +308,7 @@ class Fleet:
         self._released = asyncio.Event()  # of what is held
         self._is_stopping = False
         self._has_served = False
+        self._worlds_failed = 0
         self._over = threading.Event()
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -389,6 +397,40 @@ class Fleet:
         if self.failure is not None:
             raise self.failure
 
+    def restart(self) -> None:
+        """After a failure: start the world again, behind the front if that was kept; return when it serves.
+
+        Logs and post-mortems of the world before go to run_dir/world-<number>.
+        Raises: WhalezError, and is then in failure as before; Unavailable when it is stopped meanwhile.
+        """
+        assert self.failure is not None, "nothing has failed"
+        self._call(self._restart())
+
+    def serve_on(self) -> None:
+        """`wait`, and start the world again whenever it fails, after a pause that doubles from 0.5 to 8 s.
+
+        Returns when another thread stops it. Raises: the failure that is the sixth in a row.
+        """
+        failures, began = 0, time.monotonic()
+        while True:
+            try:
+                self.wait()
+                return
+            except WhalezError as error:
+                if time.monotonic() - began > STEADY_S:
+                    failures = 0
+                failures += 1
+                if failures > RESTARTS_MAX:
+                    raise
+                pause_s = min(8.0, 0.5 * 2 ** (failures - 1))
+                self._progress(f"{error}; starting again in {pause_s:g} s, {failures} of {RESTARTS_MAX} in a row")
+            time.sleep(pause_s)
+            if self._is_stopping:
+                return
+            with contextlib.suppress(WhalezError):  # `wait` raises it again
+                self.restart()
+            began = time.monotonic()
+
     # ---- requests ---------------------------------------------------------------------------------------------
     def submit(
         self,
@@ -476,6 +518,41 @@ class Fleet:
             future.cancel()  # Ctrl-C here must not leave the work running there
             raise
 
+    async def _restart(self) -> None:
+        from whalez.fabric.host import remove_leftovers  # numpy: not for those who only import Fleet
+
+        self._put_away()
+        remove_leftovers(self.fleet_id)
+        await asyncio.gather(*(link.close() for link in self._links))
+        for process in self._processes:
+            if process.exited.is_set():
+                process.reap()  # a front that went while there was no world
+        self._processes = [p for p in self._processes if not p.is_reaped]
+        self._statuses = [None] * self.world
+        self._failing = self.failure = None
+        self._over.clear()
+        try:
+            await self._start_all()
+        except WhalezError as error:
+            if self._is_stopping:
+                raise
+            if self._failing is None:  # it did not come up in time
+                for process in self._processes:
+                    if process.rank is not None:
+                        process.signal(signal.SIGKILL)
+                late = error  # `error` is gone when the block is left
+                self._failing = asyncio.create_task(self._end_world(lambda: late))
+            await self._failing
+            raise
+
+    def _put_away(self) -> None:
+        """What the failed world wrote, into a folder of its own."""
+        self._worlds_failed += 1
+        folder = self.run_dir / f"world-{self._worlds_failed}"
+        folder.mkdir(exist_ok=True)
+        for path in (*self.run_dir.glob("rank-*.log"), *self.run_dir.glob("post-mortem-*.json")):
+            path.rename(folder / path.name)
+
     async def _start_all(self) -> None:
         for rank in range(self.world):
             self._spawn(f"rank {rank}", rank, self._command(self, rank), self.run_dir / f"rank-{rank}.log")
@@ -483,8 +560,11 @@ class Fleet:
         began = time.monotonic()
         serving = [asyncio.create_task(self._until_serving(rank)) for rank in range(self.world)]
         await self._unless_failed(serving, began)
+        (self.run_dir / AWAY).unlink(missing_ok=True)
         if self.listen is not None:
-            await self._unless_failed([asyncio.create_task(self._start_front(self.listen))], began)
+            has_front = any(process.rank is None for process in self._processes)
+            work = self._until_front_serves(self.listen) if has_front else self._start_front(self.listen)
+            await self._unless_failed([asyncio.create_task(work)], began)
         self._has_served = True
         if self.hold_on_failure:
             self._watching = asyncio.create_task(self._tell_of_held())
@@ -535,6 +615,7 @@ class Fleet:
                 model_dir=str(self.model),
                 ready_fd=write_fd,
                 grace_s=LEAVE_S + FRONT_GRACE_S,
+                away=str(self.run_dir / AWAY),
             )
             self._spawn("front", None, command, self.run_dir / "front.log", pass_fds=[write_fd])
         finally:
@@ -553,6 +634,21 @@ class Fleet:
         finally:
             loop.remove_reader(read_fd)
             os.close(read_fd)
+
+    async def _until_front_serves(self, listen: str) -> None:
+        """Until a front that has outlived a world says that all ranks are well. It asks them itself to say so."""
+        host, port = parse_listen(listen)
+        deadline = time.monotonic() + FRONT_SEES_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, port)
+                writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+                status = await reader.readline()
+                writer.close()
+                if b" 200 " in status:
+                    return
+            await asyncio.sleep(0.05)
+        self._progress("the front has not seen all ranks serve yet")
 
     def _spawn(
         self, name: str, rank: int | None, command: Sequence[str], log: Path, pass_fds: Sequence[int] = ()
@@ -575,14 +671,31 @@ class Fleet:
         if self.hold_on_failure and self._has_served and not has_drained:
             self._progress(f"{first.name} {first.obituary()}; the others are held until this fleet is stopped")
             await self._released.wait()
-        await self._leave(FRONT_FAIL_S)
-        if has_drained and all(p.how == _DRAINED for p in self._processes if p.rank is not None):
-            self._progress("the fleet was drained and has left")
-            await self._end_requests(Unavailable("the fleet was drained"))
-        else:
-            self.failure = self._blame(first)
-            await self._end_requests(self.failure)
+        if has_drained:
+            await self._leave(FRONT_FAIL_S)
+            if all(p.how == _DRAINED for p in self._processes if p.rank is not None):
+                self._progress("the fleet was drained and has left")
+                await self._end_requests(Unavailable("the fleet was drained"))
+                self._over.set()
+                return
+        await self._end_world(lambda: self._blame(first))
+
+    async def _end_world(self, blame: Callable[[], WhalezError]) -> None:
+        """`blame` is asked when all have left, and once before for those who ask the front meanwhile."""
+        if self.keep_front:
+            self._say_away(blame())
+        await self._leave(FRONT_FAIL_S, keep_front=self.keep_front)
+        self.failure = blame()
+        if self.keep_front:
+            self._say_away(self.failure)
+        await self._end_requests(self.failure)
         self._over.set()
+
+    def _say_away(self, why: WhalezError) -> None:
+        """For the front: it refuses with these words while the file is there."""
+        part = self.run_dir / f"{AWAY}.part"
+        part.write_text(f"{why}; the fleet is starting again")
+        part.rename(self.run_dir / AWAY)
 
     async def _tell_of_held(self) -> None:
         """Say once of every rank that has failed and stays, with the line to attach. Runs until cancelled."""
@@ -607,10 +720,11 @@ class Fleet:
             return PeerDied(int(named[1]), named[2])
         return PeerDied(first.rank, first.obituary())
 
-    async def _leave(self, fronts_s: float) -> None:
+    async def _leave(self, fronts_s: float, *, keep_front: bool = False) -> None:
         """Wait for all to exit, kill the rest, reap everything. Fronts go last: they pass on how ranks ended."""
         ranks = [p for p in self._processes if p.rank is not None]
-        fronts = [p for p in self._processes if p.rank is None]
+        kept = [p for p in self._processes if p.rank is None and keep_front and not p.exited.is_set()]
+        fronts = [p for p in self._processes if p.rank is None and p not in kept]
         await self._until_exited(ranks, LEAVE_S)
         deadline = time.monotonic() + fronts_s
         for front in fronts:
@@ -618,11 +732,11 @@ class Fleet:
         await self._until_exited(fronts, fronts_s)
         while time.monotonic() < deadline and not all(rank.is_alone() for rank in ranks):
             await asyncio.sleep(0.02)
-        for process in self._processes:
+        for process in (*ranks, *fronts):
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
         for _ in range(5):  # a zombie that nobody collects looks alive, so not for long
-            if all(p.group_is_gone() for p in self._processes):
+            if all(p.group_is_gone() for p in (*ranks, *fronts)):
                 break
             await asyncio.sleep(0.01)
 
@@ -649,6 +763,8 @@ class Fleet:
                     process.ask_to_leave()
                 self._released.set()
             await self._failing
+            if self.keep_front:
+                await self._leave(FRONT_LEAVE_S)
         else:
             for process in self._processes:
                 process.ask_to_leave()
@@ -663,6 +779,9 @@ class Fleet:
 
     # ---- the loop's thread: requests --------------------------------------------------------------------------
     def _begin(self, submit: Submit, pending: Pending) -> None:
+        if self._failing is not None and self.failure is None:
+            self._failing.add_done_callback(lambda _: self._begin(submit, pending))  # then it is known who died
+            return
         if self._is_stopping or self._failing is not None:
             pending._settle(self.failure or Unavailable("the fleet is stopping"))
             return
@@ -763,7 +882,8 @@ class Fleet:
             self._lock_fd = None
         if self._is_own_run_dir and self.run_dir != Path():
             # A fleet that never served has said all there is to say in its error.
-            if self.failure is not None and self._has_served and any(self.run_dir.glob("post-mortem-*.json")):
+            has_failed = self.failure is not None or self._worlds_failed > 0
+            if has_failed and self._has_served and any(self.run_dir.glob("**/post-mortem-*.json")):
                 (self.run_dir / OWN_LOCK).unlink(missing_ok=True)  # no longer temporary
                 self._progress(f"logs and post-mortems are in {self.run_dir}")
             else:

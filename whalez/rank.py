@@ -41,7 +41,8 @@ from whalez.engine.launch import LaunchRunner
 from whalez.engine.loop import Loop
 from whalez.engine.records import Capture, TraceFile, write_post_mortem
 from whalez.engine.sizing import plan_policy, slab_spec
-from whalez.errors import ConfigError, Unavailable, WhalezError
+from whalez.engine.watchdog import Watchdog
+from whalez.errors import ConfigError, DoorbellTimeout, PeerDied, Unavailable, WhalezError
 from whalez.fabric.doorbell import BELL_KINDS, Bells
 from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
@@ -63,7 +64,7 @@ from whalez.parallel.expert import PairedExperts
 from whalez.planning import PlanPolicy, check_plan, plan_whale
 from whalez.rendezvous.lives import WatchedSequencer
 from whalez.rendezvous.member import Member
-from whalez.rendezvous.messages import Hello, SlabEntry
+from whalez.rendezvous.messages import Died, Hello, SlabEntry
 from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import admin_address, link_address
 from whalez.serve.process import bind, front_command, held_line
@@ -86,6 +87,8 @@ class RankProcess:
         self._is_held = False
         self._released = threading.Event()
         self._slabs: HostSlabs | None = None
+        self._hub: ZmqHub | None = None
+        self._watchdog: Watchdog | None = None
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -95,8 +98,8 @@ class RankProcess:
             loop = self._start()
             loop.run()
         except WhalezError as error:
-            self._fail(str(error), error)
-            print(f"whalez: rank {self.rank.rank}: {error}", file=sys.stderr, flush=True)
+            what = self._fail(self._blame(error), error)
+            print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
             self._hold()
             return 1
         except MemoryError as error:
@@ -113,6 +116,8 @@ class RankProcess:
             self._hold()
             return 1
         finally:
+            if self._watchdog is not None:
+                self._watchdog.close()
             for close in reversed(self._closers):
                 try:
                     close()
@@ -295,10 +300,18 @@ class RankProcess:
             capture=Capture(rank.run_dir, rank.rank) if rank.capture else None,
         )
         self.loop = loop
+        self._hub = hub
         hub.set_waker(bells.wake)
         if rank.rank == 0:
             answers.withdraw = hub.withdraw
         self._start_front()
+        self._watchdog = Watchdog(
+            progress=lambda: bells.progress(rank.rank),
+            may_rest=lambda: bells.status(rank.rank).peer is not None or loop.state == "stopping",
+            stuck_s=lambda: bells.stuck_s,
+            hub_failure=lambda: hub.failure,
+            end=self._end_wedged,
+        )
         health.loop = loop
         return loop
 
@@ -328,8 +341,45 @@ class RankProcess:
 
         self._closers.insert(0, stop)  # closed last: it passes on what the link flushes
 
-    def _fail(self, reason: str, error: Exception) -> None:
-        """End the requests with an error that says why, and leave a post-mortem."""
+    def _blame(self, error: WhalezError) -> str:
+        """What to say of an error. Who holds up the others is told to them, or they would blame who left first."""
+        if not isinstance(error, DoorbellTimeout) or self._hub is None:
+            return str(error)
+        stuck = PeerDied(error.root, f"stuck: rank {self.rank.rank} {error}")
+        with contextlib.suppress(WhalezError):  # the hub has failed: they know of another death
+            self._hub.send(Died(rank=error.root, how=stuck.how[:2000]))
+        return str(stuck)
+
+    def _end_wedged(self, cause: Exception | float) -> None:
+        """In the watchdog's thread: say what the loop cannot, how long it has stood or that the hub failed; leave."""
+        loop, hub = self.loop, self._hub
+        assert loop is not None
+        assert hub is not None
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        if isinstance(cause, float):
+            cause = PeerDied(
+                self.rank.rank, f"stuck: its loop has not moved for {cause:.1f} s, in launch {loop.launch}"
+            )
+            with contextlib.suppress(WhalezError):
+                hub.send(Died(rank=cause.rank, how=cause.how))
+            what = self._fail(str(cause), cause, stack)
+        else:
+            what = self._fail(f"{cause}; this rank's loop did not come back", cause, stack)
+        print(f"whalez: rank {self.rank.rank}: {what}", file=sys.stderr, flush=True)
+        self._hold()
+        hub.close()
+        self._link.close()
+        os._exit(1)
+
+    def _fail(self, reason: str, error: Exception, stack: str = "") -> str:
+        """End the requests with an error that says why, and leave a post-mortem. Returns the reason, with the wait."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        loop = self.loop
+        awaited = None if loop is None else loop.bells.awaited()
+        if awaited is not None and not isinstance(error, DoorbellTimeout):  # which says it itself
+            reason = f"{reason}; rank {self.rank.rank} {awaited}"
         record: dict[str, Any] = {
             "rank": self.rank.rank,
             "world": self.fleet.world,
@@ -339,10 +389,10 @@ class RankProcess:
             "at_wall_s": time.time(),
             "blames": getattr(error, "rank", getattr(error, "peer", None)),  # the rank this one says is at fault
             "error": type(error).__name__,
-            "message": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
+            "message": reason if isinstance(error, WhalezError) else str(error),
+            "traceback": stack or "".join(traceback.format_exception(error)),
+            "waited_for": None if awaited is None else awaited._asdict(),
         }
-        loop = self.loop
         if loop is not None:
             self._health.failure = reason
             bells = loop.bells
@@ -366,6 +416,7 @@ class RankProcess:
             kind = "unavailable" if isinstance(error, WhalezError) else "internal"  # the latter is our own mistake
             loop.fail_all(kind, f"the fleet stopped: {reason}")
         write_post_mortem(self.rank.run_dir, self.rank.rank, record)
+        return reason
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

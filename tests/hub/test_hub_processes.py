@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+from hub_child import EchoSequencer
 from hub_helpers import collect, hello
 
-from whalez.errors import HubError
+from whalez.errors import HubError, PeerDied
 from whalez.hub.interface import HubLimits
+from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.planning.policy import CostModel, PlanPolicy
-from whalez.rendezvous.messages import Post, PostRefused
+from whalez.rendezvous.messages import Post, PostRefused, Ready
 
 pytestmark = pytest.mark.multiprocess
 
@@ -256,3 +258,41 @@ def test_rank_0_makes_a_real_sequencer(ipc_address):
         assert isinstance(refused, PostRefused)
     finally:
         hub.close()
+
+
+@pytest.mark.parametrize("then", [signal.SIGSTOP, signal.SIGKILL])
+def test_no_send_blocks_while_the_pipe_of_a_dead_peer_is_full(ranks, ipc_address, then):
+    """Rank 0 fills the pipes of a stopped rank, which is then killed (or stays stopped), and goes on sending."""
+    hub = ZmqHub(0, 2, ipc_address, sequencer=EchoSequencer(2), options=SocketOptions(hwm_count=2), limits=HubLimits())
+    child = Rank(1, 2, ipc_address)
+    ranks.append(child)
+    try:
+        hub.start(hello(0, 2, dtype="f32"), 20.0)
+        hub.mapped(TIMEOUT_S)
+        child.fact("started")
+        child.kill(signal.SIGSTOP)
+        begun = time.monotonic()
+        slowest, sent = 0.0, 0
+        failure = None
+        while failure is None:
+            assert time.monotonic() - begun < 5.0, "nobody has noticed"
+            if sent == 1000:
+                child.kill(then)
+            each = time.monotonic()
+            try:
+                if sent < 2000:  # far more than its pipes take; then only look
+                    hub.send(Ready(rank=0, seq=1, count=sent))
+                    sent += 1
+                hub.drain()
+                hub.report_launch(sent)
+            except PeerDied as died:
+                failure = died
+            slowest = max(slowest, time.monotonic() - each)
+            time.sleep(0.0005)  # an iteration of a loop
+        assert failure.rank == 1
+        assert ("silent for" if then == signal.SIGSTOP else "its process has ended") in failure.how
+        assert slowest < 0.25, slowest
+        begun = time.monotonic()
+    finally:
+        hub.close()
+    assert time.monotonic() - begun < 3.0

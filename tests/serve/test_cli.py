@@ -167,7 +167,7 @@ def test_fleet_restarts_the_world_and_ends_on_sigterm(command: Callable[..., Any
     assert any(f"rank 1: http://127.0.0.1:{port + 2}" in line for line in lines)
     first = pids_in(lines)
     os.kill(first[0], signal.SIGKILL)
-    lines = read_until(process, "all ranks: ")
+    lines = read_until(process, "2 ranks serve after")
     assert any("was killed by SIGKILL" in line and "starting again" in line for line in lines)
     second = pids_in(lines)
     assert len(second) == 2

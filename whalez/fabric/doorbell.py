@@ -91,6 +91,20 @@ class Why(StrEnum):
     TICK = "tick"  #: the time is over
 
 
+class Awaited(NamedTuple):
+    """What a rank waits for, or waited for when its wait was broken off."""
+
+    rank: int
+    kind: str
+    where: str
+    expected: int
+    seen: int
+
+    def __str__(self) -> str:
+        bell = f"rank {self.rank}'s {self.kind} doorbell at {self.where}"
+        return f"waited for {bell}: expected >= {self.expected:#x}, seen {self.seen:#x}"
+
+
 class WaitStatus(NamedTuple):
     """Whom a rank waits for now; `peer` is None if for nobody."""
 
@@ -448,16 +462,29 @@ class Bells:
 
     def _timeout(self, kind: int, peer: int, value: int, layer: int, waited_s: float) -> DoorbellTimeout:
         where = self._where(kind, value, layer)
-        further = self.status(peer)
-        if further.peer is not None:
-            where += f" (rank {peer} itself waits for rank {further.peer}'s {further.kind} doorbell)"
-        return DoorbellTimeout(peer, BELL_KINDS[kind], value, self.seen(kind, peer), waited_s, where)
+        chain = [peer]
+        while (further := self.status(chain[-1])).peer is not None:
+            where += f" (rank {chain[-1]} itself waits for rank {further.peer}'s {further.kind} doorbell)"
+            if further.peer in (self.rank, *chain):
+                chain = [peer]  # a circle has no end
+                break
+            chain.append(further.peer)
+        return DoorbellTimeout(peer, BELL_KINDS[kind], value, self.seen(kind, peer), waited_s, where, chain[-1])
 
     def _mispaired(self, kind: int, peer: int, value: int) -> MispairedLaunch:
         return MispairedLaunch(
             f"rank {peer}'s {BELL_KINDS[kind]} doorbell is at {self.seen(kind, peer):#x}, more than one launch "
             f"ahead of {value:#x} ({self._where(kind, value, -1)} of rank {self.rank})"
         )
+
+    def awaited(self) -> Awaited | None:
+        """The wait of this rank that has not ended well: under way, or broken off by an error. From any thread."""
+        wait = self.status(self.rank)
+        if wait.peer is None:
+            return None
+        kind = BELL_KINDS.index(wait.kind)
+        where = self._where(kind, wait.value, wait.layer)
+        return Awaited(wait.peer, wait.kind, where, wait.value, self.seen(kind, wait.peer))
 
     def seen(self, kind: int, peer: int) -> int:
         """The last value of `kind` that `peer` has rung here; acquires what came before it. From any thread."""

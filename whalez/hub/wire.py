@@ -45,11 +45,14 @@ class Beat(messages.Message, frozen=True):
     """Hub thread <-> sequencer's thread: I am running. Says nothing else, is never handed to the loop.
 
     Travels on a connection of its own, so that a prompt of megabytes does not stand in front of it, and now and then
-    on the frames' connection too (`on_frames`), which shows the sequencer if that was cut and made anew.
+    on the frames' connection too (`on_frames`), which shows the sequencer if that was cut and made anew. There it says
+    how many messages (see `is_counted`) have gone before it, so that one that got lost or came twice on the way is
+    noticed by the next beat.
     """
 
     rank: int
     on_frames: bool = False
+    count: int = 0
 
 
 class Probe(messages.Message, frozen=True):
@@ -66,6 +69,25 @@ class Echo(messages.Message, frozen=True):
     """The answer to a Probe."""
 
     rank: int
+
+
+#: Repeated by who says them until they are answered, or of no consequence when they get lost.
+_UNCOUNTED = (
+    messages.Hello,
+    messages.Table,
+    messages.Mapped,
+    messages.WorldStarts,
+    messages.Refused,
+    messages.Died,
+    Beat,
+    Probe,
+    Echo,
+)
+
+
+def is_counted(message: messages.Message) -> bool:
+    """Whether both ends of a frames' connection count it: all that is said once and must arrive once."""
+    return not isinstance(message, _UNCOUNTED)
 
 
 HubMessage = (

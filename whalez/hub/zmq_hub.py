@@ -311,6 +311,7 @@ class _MemberThread:
         self._inbox = hub._inbox
         self._hello = wire.encode(hello, self._own.incarnation)
         self._unsent: bytes | None = None
+        self._sent_count = self._received_count = 0  # see wire.Beat
         self._watch = PeerWatch()
         self._liveness: Liveness[str] = Liveness()
         self._ranks: dict[str, int] = {}
@@ -409,7 +410,12 @@ class _MemberThread:
             return
         if table is not None:
             self._liveness.heard(table[0].incarnation, now_ns())
+        self._received_count += wire.is_counted(frame.message)
         match frame.message:
+            case wire.Beat(on_frames=True, count=count) if count != self._received_count:
+                how = f"its connection to the hub lost or repeated frames: {count} sent, {self._received_count} arrived"
+                self._fail(HubError(f"rank {self._own.rank}: {how}"))
+                self._put_on_wire(wire.encode(Died(rank=self._own.rank, how=how), self._own.incarnation))
             case wire.Beat() | Hello() | Mapped():
                 pass
             case Table() as message:
@@ -510,7 +516,8 @@ class _MemberThread:
         with contextlib.suppress(zmq.Again):
             self._beats.send(beat, zmq.NOBLOCK)
         if not self._has_unsent():
-            self._put_on_wire(wire.encode(wire.Beat(rank=self._own.rank, on_frames=True), self._own.incarnation))
+            counted = wire.Beat(rank=self._own.rank, on_frames=True, count=self._sent_count)
+            self._put_on_wire(wire.encode(counted, self._own.incarnation))
 
     def _say_what_starts(self, now: int) -> None:
         """Hello until there is a table, Mapped until the world starts; repeated, because a connection that is cut
@@ -546,6 +553,7 @@ class _MemberThread:
                     message = hub._outbox.popleft()
                     hub._outbox_bytes -= message_bytes(message)
                 self._unsent = wire.encode(message, self._own.incarnation)
+                self._sent_count += wire.is_counted(message)
             if not self._put_on_wire(self._unsent):
                 return
             self._unsent = None

@@ -43,6 +43,8 @@ class _Peer:
     beats_id: bytes | None = None  #: the same for its beats, once there was one
     queue: deque[bytes] = field(default_factory=deque)
     queued_bytes: int = 0
+    sent_count: int = 0  #: see wire.Beat
+    received_count: int = 0
 
 
 class RouterThread:
@@ -226,8 +228,12 @@ class RouterThread:
                 self._lost(incarnation, "its connection to the hub was cut")
                 return
         self._heard(incarnation, now)
+        peer.received_count += wire.is_counted(message)
         match message:
-            case wire.Beat():
+            case wire.Beat(count=count):
+                if self._conductor.is_complete and count != peer.received_count:
+                    got = f"{count} sent, {peer.received_count} arrived"
+                    self._lost(incarnation, f"its connection to the hub lost or repeated frames: {got}")
                 return
             case wire.Probe():
                 self._perform([Out(incarnation, wire.Echo(rank=0))])
@@ -312,8 +318,9 @@ class RouterThread:
                     peer.beats_id = None  # it will beat again if it lives
             if peer.queue:
                 continue
+            counted = wire.Beat(rank=0, on_frames=True, count=peer.sent_count)
             try:  # a ROUTER hears of a closed connection only when it sends
-                self._router.send_multipart((peer.frames_id, data), zmq.NOBLOCK)
+                self._router.send_multipart((peer.frames_id, wire.encode(counted, self._own.incarnation)), zmq.NOBLOCK)
             except zmq.Again:
                 pass
             except zmq.ZMQError:
@@ -328,6 +335,7 @@ class RouterThread:
             data = self._bytes_of(out.message)
             peer.queue.append(data)
             peer.queued_bytes += len(data)
+            peer.sent_count += wire.is_counted(out.message)
         self._encoded = (None, b"")
         if outs:
             self._flush()

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -51,12 +52,18 @@ class Front:
     """State shared by the endpoints of one front process."""
 
     def __init__(
-        self, ranks: Ranks, tokenizer: Tokenizer, model_name: str, max_body_bytes: int = MAX_BODY_BYTES
+        self,
+        ranks: Ranks,
+        tokenizer: Tokenizer,
+        model_name: str,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        away: Path | None = None,
     ) -> None:
         self.ranks = ranks
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.max_body_bytes = max_body_bytes
+        self.away = away  #: exists while the world behind this front is away, and says why
         self.draining = False  #: set by the process when it is to leave; new completions are refused
         self.started = int(time.time())
 
@@ -89,6 +96,8 @@ class Front:
         troubles = [row["trouble"] for row in rows if row["trouble"]]
         if self.draining:
             troubles.append("this front is draining")
+        if why := self._why_away():
+            troubles.insert(0, why)
         if troubles:
             body = {"status": "unhealthy", "trouble": "; ".join(troubles), "ranks": rows}
             return _respond(503, body, {"retry-after": str(RETRY_AFTER_S)})
@@ -117,9 +126,18 @@ class Front:
         body = completions.parse_body(await _read_body(request, self.max_body_bytes))
         if self.draining:
             raise Unavailable("draining: no new requests")
+        if why := self._why_away():
+            raise Unavailable(why)
         return completions.validate(
             body, self.tokenizer, self.ranks.any_status(), f"cmpl-{secrets.token_hex(12)}", secrets.randbits(63)
         )
+
+    def _why_away(self) -> str:
+        """Empty while there is a world."""
+        try:
+            return self.away.read_text() if self.away is not None else ""
+        except FileNotFoundError:
+            return ""
 
     # ---- the life of a request --------------------------------------------------------------------------------
     async def _whole(self, ask: Ask, view: RankView, request: Request, send: Send) -> None:
@@ -177,7 +195,7 @@ class Front:
         return chunks
 
     def _patience(self) -> float:
-        """Seconds that a lost rank's last words may take; none while the fleet stops, when the killed said nothing."""
+        """Seconds that a lost rank's last words may take; none while the fleet stops: the killed say nothing."""
         return 0.0 if self.draining else LAST_WORDS_S
 
     async def _pieces(self, ask: Ask, view: RankView) -> AsyncGenerator[Piece, None]:

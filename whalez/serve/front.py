@@ -60,7 +60,13 @@ class FrontServer(uvicorn.Server):
 async def serve(arguments: argparse.Namespace) -> None:
     sock = bind(arguments.listen)
     links = [connect(address) for address in arguments.link]
-    front = Front(Ranks(links), load_tokenizer(arguments.model), arguments.model_name, arguments.max_body_bytes)
+    front = Front(
+        Ranks(links),
+        load_tokenizer(arguments.model),
+        arguments.model_name,
+        arguments.max_body_bytes,
+        away=arguments.away,
+    )
     config = uvicorn.Config(
         front.app(),
         log_level="warning",
@@ -83,6 +89,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint folder, read for its tokenizer only")
     parser.add_argument("--grace", type=float, default=0.0, metavar="S", help="on SIGTERM, seconds to end what runs")
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
+    parser.add_argument("--away", type=Path, metavar="FILE", help="while it exists, refuse with what is written in it")
     parser.add_argument("--parent", type=int, metavar="PID", help="end with this process")
     parser.add_argument("--ready-fd", type=int, metavar="FD", help="write a line here once requests are taken")
     return parser.parse_args(argv)

@@ -28,8 +28,9 @@ def front_command(
     parent: int | None = None,
     ready_fd: int | None = None,
     grace_s: float = FRONT_GRACE_S,
+    away: str | None = None,
 ) -> list[str]:
-    """The command line that starts a front."""
+    """The command line that starts a front. While a file `away` exists, it refuses with what is written there."""
     command = [sys.executable, "-m", "whalez.serve.front", "--listen", listen, "--model-name", model_name]
     for link in links:
         command += ["--link", link]
@@ -39,6 +40,8 @@ def front_command(
         command += ["--parent", str(parent)]
     if ready_fd is not None:
         command += ["--ready-fd", str(ready_fd)]
+    if away is not None:
+        command += ["--away", away]
     return [*command, "--grace", str(grace_s)]
 
 

@@ -1,0 +1,171 @@
+"""Every rank, killed, stopped and wedged at every phase of its life: the others name it, end and leave nothing.
+
+One cell per phase belongs to `make test`; the whole matrix runs in the slow tier and, with WHALEZ_FAULTS=FILE in the
+environment, appends a line per cell to that file, from which the table of docs/reliability.md is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import SETTINGS  # type: ignore[attr-defined]
+
+from helpers.faults import (
+    STUCK_S,
+    Victim,
+    assert_clean,
+    check_survivors,
+    error_of,
+    failure_of,
+    starting,
+    strike,
+    wait_until,
+)
+from whalez.errors import PeerDied
+from whalez.fleet import Fleet
+from whalez.testing.faults import PLACES
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+DEAD_S = 5.0
+#: A rank that never comes to the table is nobody's peer yet: the start's own time-out names it.
+START_S = 12.0
+#: What writing a post-mortem may take on a busy machine, and the slice of a wait.
+SLACK_S = 2.0
+
+WORLD = 4
+QUICK = [  # the long waits first
+    ("idle", 0, "stop"),
+    ("combine", 1, "wedge"),
+    ("hello", 1, "kill"),
+    ("allgather", 0, "kill"),
+    ("gathering", 1, "kill"),
+    ("armed", 0, "kill"),
+    ("committed", 1, "kill"),
+    ("dispatch", 0, "kill"),
+    ("data", 0, "kill"),
+    ("free", 1, "kill"),
+    ("decoding", 1, "kill"),
+]
+SLOW = [(place, rank, fault) for place in PLACES for rank in range(WORLD) for fault in ("kill", "stop")]
+SLOW += [(place, number % WORLD, "wedge") for number, place in enumerate(PLACES)]
+
+
+def note(place: str, rank: int, fault: str, world: int, took_s: float) -> None:
+    if path := os.environ.get("WHALEZ_FAULTS"):
+        line = {"place": place, "rank": rank, "fault": fault, "world": world, "took_s": round(took_s, 3)}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def cell(model: Path, folder: Path, world: int, place: str, rank: int, fault: str) -> None:
+    victim = Victim(rank, place, folder / "mark")
+    at_start = place in ("hello", "allgather")
+    fleet = Fleet(
+        model,
+        world,
+        run_dir=folder / "run",
+        command=victim.command,
+        stuck_s=STUCK_S,
+        start_s=START_S if at_start else 60.0,
+        **SETTINGS,  # type: ignore[arg-type]
+    )
+    try:
+        if at_start:
+            took = dies_at_start(fleet, victim, fault)
+        else:
+            took = dies_while_serving(fleet, victim, fault)
+    finally:
+        fleet.stop()
+    assert_clean(fleet)
+    note(place, rank, fault, world, took)
+
+
+def dies_at_start(fleet: Fleet, victim: Victim, fault: str) -> float:
+    victim.allow()
+    began = time.monotonic()
+    with starting(fleet) as errors:
+        victim.wait_held()
+        struck = strike(fleet, victim.rank, fault)
+    took = time.time() - struck
+    (error,) = errors
+    assert f"rank {victim.rank}" in str(error), error
+    if fault == "kill" or (fault == "stop" and victim.place == "allgather"):
+        assert isinstance(error, PeerDied) and error.rank == victim.rank, error
+        assert took < DEAD_S + SLACK_S
+    else:
+        assert time.monotonic() - began < START_S + SLACK_S + 2.0
+    return took
+
+
+def dies_while_serving(fleet: Fleet, victim: Victim, fault: str) -> float:
+    fleet.start()
+    rank, world = victim.rank, fleet.world
+    running = []
+    if victim.place != "idle":
+        other = (rank + 1) % world
+        running.append(fleet.submit([1, 2, 3], max_tokens=3000, poster=other, lane="local", stop_tokens=()))
+        if victim.place == "decoding":
+            running.append(fleet.submit([1, 2, 3], max_tokens=3000, poster=rank, lane="local", stop_tokens=()))
+        for pending in running:
+            next(iter(pending))
+    victim.allow()
+    if victim.place not in ("idle", "decoding"):
+        # The poster is the gang's last: it rings free at all others, and they ring data at it.
+        poster = rank if victim.place == "free" else (rank + 1) % world
+        whale = fleet.submit(list(range(200)) * world, max_tokens=4, poster=poster, lane="whale", stop_tokens=())
+        running.append(whale)
+    victim.wait_held()
+    struck = strike(fleet, rank, fault)
+    bound_s = DEAD_S if fault != "wedge" else STUCK_S + SLACK_S
+    failure = failure_of(fleet, bound_s + 6.0)
+    assert f"rank {rank} " in str(failure), failure
+    assert isinstance(failure, PeerDied) and failure.rank == rank, failure
+    took = check_survivors(fleet, rank, bound_s, struck)
+    for pending in running:
+        assert f"rank {rank}" in str(error_of(pending))
+    return took
+
+
+def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path) -> None:
+    """Two fleets at a time, for half of a cell is waiting."""
+
+    def try_cell(each: tuple[str, int, str]) -> None:
+        folder = tmp_path / each[0]
+        folder.mkdir()
+        try:
+            cell(tiny, folder, 2, *each)
+        except BaseException as error:
+            error.add_note(f"in the cell {each}")
+            raise
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(try_cell, QUICK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "rank", "fault"), SLOW)
+def test_every_cell(tiny: Path, tmp_path: Path, place: str, rank: int, fault: str) -> None:
+    cell(tiny, tmp_path, WORLD, place, rank, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["gathering", "dispatch", "data"])
+def test_an_operation_longer_than_stuck_s_that_gets_on_disturbs_nobody(tiny: Path, tmp_path: Path, place: str) -> None:
+    """Eight seconds in one operation with a moving progress word, where three without would end the fleet."""
+    victim = Victim(0, place, tmp_path / "mark", slow_s=8.0)
+    prompt = list(range(200)) * 2
+    with Fleet(tiny, 2, run_dir=tmp_path / "run", command=victim.command, stuck_s=STUCK_S, **SETTINGS) as fleet:  # type: ignore[arg-type]
+        expected = fleet.generate(prompt, max_tokens=6, poster=1, lane="local", stop_tokens=()).tokens
+        victim.allow()
+        begun = time.monotonic()
+        late = fleet.submit(prompt, max_tokens=6, poster=1, lane="whale", stop_tokens=())
+        wait_until(victim.mark.exists, 20, "never came by")
+        assert late.result(40).tokens == expected
+        assert time.monotonic() - begun > 8.0
+        assert fleet.failure is None

@@ -1,0 +1,119 @@
+"""Frames between one rank and the hub that are lost, repeated, late or cut in the middle.
+
+They may cost time, or end the fleet or the request with an error that says why. They never change an answer, and no
+request waits for ever.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import SETTINGS  # type: ignore[attr-defined]
+
+from helpers.faults import STUCK_S, assert_clean, failure_of
+from helpers.proxy import FrameProxy
+from whalez.errors import WhalezError, WireError
+from whalez.fleet import Fleet, Generated, rank_command
+from whalez.hub import wire
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+PROMPT = list(range(200)) * 2
+#: Message and whether it goes to the hub.
+FRAMES = [
+    ("Hello", True),
+    ("Table", False),
+    ("Mapped", True),
+    ("WorldStarts", False),
+    ("Post", True),
+    ("Gather", False),
+    ("Ready", True),
+    ("Commit", False),
+]
+START = ("Hello", "Table", "Mapped", "WorldStarts")
+ACTIONS = ("drop", "twice", 1.0, "cut")
+CASES = [(*frame, action) for frame in FRAMES for action in ACTIONS]
+QUICK = [("Post", True, "drop")]
+
+
+def at(kind: str, to_hub: bool, action: str | float) -> tuple[Callable[[bool, bytes], str | float], list[str]]:
+    """What to do with the first frame of this kind; the list says that it came by."""
+    done: list[str] = []
+
+    def decide(is_to_hub: bool, body: bytes) -> str | float:
+        if done or is_to_hub != to_hub:
+            return "pass"
+        try:
+            message = wire.decode(body).message
+        except WireError:
+            return "pass"
+        if type(message).__name__ != kind:
+            return "pass"
+        done.append(kind)
+        return action
+
+    return decide, done
+
+
+def whale(fleet: Fleet, poster: int) -> Generated:
+    return fleet.generate(PROMPT, max_tokens=4, poster=poster, lane="whale", stop_tokens=(), timeout_s=30)
+
+
+def through(port: int, proxy: FrameProxy) -> Callable[[Fleet, int], list[str]]:
+    """Ranks of one fleet; rank 1 speaks to the hub through the proxy."""
+
+    def command(fleet: Fleet, rank: int) -> list[str]:
+        words = rank_command(fleet, rank)
+        words[words.index("--hub") + 1] = f"tcp://127.0.0.1:{proxy.port if rank == 1 else port}"
+        return words
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("kind", "to_hub", "action"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_frame_that_is_not_passed_on_as_it_should(
+    tiny: Path, tmp_path: Path, kind: str, to_hub: bool, action: str | float
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    decide, done = at(kind, to_hub, action)
+    proxy = FrameProxy(port, decide)
+    fleet = Fleet(
+        tiny,
+        3,
+        run_dir=tmp_path / "run",
+        command=through(port, proxy),
+        stuck_s=STUCK_S,
+        start_s=30.0,
+        **SETTINGS,  # type: ignore[arg-type]
+    )
+    try:
+        try:
+            fleet.start()  # what is said before the barrier is repeated
+        except WhalezError as error:  # but a table that was sent to somebody is not taken back
+            assert kind in START and action == "cut" and "rank 1" in str(error), error  # noqa: PT017
+            return
+        expected = fleet.generate(PROMPT, max_tokens=4, poster=0, lane="local", stop_tokens=()).tokens
+        errors: list[str] = []
+        for poster in (1, 0, 2):
+            try:
+                assert whale(fleet, poster).tokens == expected
+            except WhalezError as error:
+                errors.append(str(error))
+        assert not errors or (kind not in START and action != 1.0), errors
+        assert all("rank" in each for each in errors), errors
+        assert done, f"no {kind} came by"
+        if kind not in START and action != 1.0:
+            assert "rank 1" in str(failure_of(fleet, 5.0))
+        else:
+            assert fleet.failure is None
+    finally:
+        fleet.stop()
+        proxy.close()
+    assert_clean(fleet)
