@@ -779,7 +779,7 @@ class Fleet:
 
     # ---- the loop's thread: requests --------------------------------------------------------------------------
     def _begin(self, submit: Submit, pending: Pending) -> None:
-        if self._failing is not None and self.failure is None:
+        if self._failing is not None and not self._failing.done() and self.failure is None:
             self._failing.add_done_callback(lambda _: self._begin(submit, pending))  # then it is known who died
             return
         if self._is_stopping or self._failing is not None:
