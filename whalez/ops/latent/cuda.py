@@ -30,7 +30,9 @@ def latent_norm(stream: Any, c: int, c_stride: int, weight: int, eps: float, row
         weight:  f32 [R]
         eps:     added to the mean of squares
     Writes:   c[:T, :R] only
+    Raises:   ShapeError before any launch, as all here
     """
+    require_addresses(c=(c, 2), weight=(weight, 4))
     rms_norm(stream, c, c_stride, weight, eps, c, c_stride, rows, rank)
 
 
