@@ -203,7 +203,10 @@ def test_dynamic_shared_memory_is_aligned(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize(
     "declared",
-    [".extern .shared .align 4 .b8 s[];", ".shared .align 4 .b8 s[64];\n\tcp.async.cg.shared.global [%r1], [%rd1], 16;"],
+    [
+        ".extern .shared .align 4 .b8 s[];",
+        ".shared .align 4 .b8 s[64];\n\tcp.async.cg.shared.global [%r1], [%rd1], 16;",
+    ],
 )
 def test_shared_memory_that_is_not_aligned_is_seen(declared: str) -> None:
     assert len(under_aligned(declared)) == 1

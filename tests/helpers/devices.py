@@ -258,9 +258,7 @@ class Gpu:
     def _put(self, stream: CudaStream, method: str, arguments: tuple[Any, ...]) -> None:
         getattr(stream, method)(*arguments)
 
-    def _perform(
-        self, function: Callable[[], None], reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]
-    ) -> None:
+    def _perform(self, function: Callable[[], None], reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
         for each in reads:
             low, high = byte_bounds(each)
             self._from_device(low, high - low)

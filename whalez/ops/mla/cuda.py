@@ -626,6 +626,15 @@ def mla_project_kernel(g_mean: Any, g_w: Any, g_out: Any, heads: Any, nope: Any,
 # ---- the ops: launches ----------------------------------------------------------------------------------------------
 
 
+def _require_attend(queries: int, keys: int, heads: int, dims: tuple[int, int, int], scale: float) -> None:
+    if dims not in ATTEND_TILES:
+        raise ShapeError(f"dims: expected one of {sorted(ATTEND_TILES)}, got {dims}")
+    if queries < 0 or keys < 0 or not 0 < heads <= GRID_YZ_MAX:
+        raise ShapeError(f"queries, keys, heads: expected >= 0, >= 0, 1..{GRID_YZ_MAX}, got {queries}, {keys}, {heads}")
+    if not scale > 0:
+        raise ShapeError(f"scale: expected a positive number, got {scale}")
+
+
 def mla_attend(
     stream: Stream,
     q: int,
@@ -665,18 +674,11 @@ def mla_attend(
     Cost:     2 * H * (n+r+v) FLOP per visible (query, key) pair; reads K and V once per 128 queries
     Raises:   ShapeError before any launch
     """
-    if dims not in ATTEND_TILES:
-        raise ShapeError(f"dims: expected one of {sorted(ATTEND_TILES)}, got {dims}")
+    _require_attend(queries, keys, heads, dims, scale)
     nope, shared, value = dims
-    if queries < 0 or keys < 0 or not 0 < heads <= GRID_YZ_MAX:
-        raise ShapeError(f"queries, keys, heads: expected >= 0, >= 0, 1..{GRID_YZ_MAX}, got {queries}, {keys}, {heads}")
-    if not scale > 0:
-        raise ShapeError(f"scale: expected a positive number, got {scale}")
     q_row, kv_row = q_row or heads * (nope + shared), kv_row or heads * (nope + value)
     kr_row, out_row = kr_row or shared, out_row or heads * value
-    require_multiples(
-        "row", ("q_row", q_row, 2), ("kv_row", kv_row, 8), ("kr_row", kr_row, 8), ("out_row", out_row, 2)
-    )
+    require_multiples("row", ("q_row", q_row, 2), ("kv_row", kv_row, 8), ("kr_row", kr_row, 8), ("out_row", out_row, 2))
     require_addresses(q=(q, 4), kv=(kv, 16), kr=(kr, 16), out=(out, 4), lse=(lse, 4))
     if not queries:
         return
@@ -734,6 +736,7 @@ def mla_attend_context(
     """
     if window < 1 or start < 0:
         raise ShapeError(f"window, start: expected >= 1, >= 0, got {window}, {start}")
+    _require_attend(queries, start + queries, heads, dims, scale)
     require_addresses(q=(q, 4), out=(out, 4), lse=(lse, 4), acc=(acc, 4), part=(part, 4), part_lse=(part_lse, 4))
     how: dict[str, Any] = {"heads": heads, "dims": dims, "scale": scale}
     if start + queries <= window:
