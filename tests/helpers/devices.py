@@ -367,7 +367,7 @@ def stand_in(
     reads: Sequence[np.ndarray] = (),
     writes: Sequence[np.ndarray] = (),
 ) -> None:
-    """Queue host code in the place of `what` is no kernel of whalez; what it reads and writes is all that it may touch."""
+    """Queue host code in the place of `what`, which is no kernel of whalez. It may touch what it reads and writes only."""
     _current.stand_in(stream, what, function, reads=reads, writes=writes)
 
 

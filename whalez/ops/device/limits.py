@@ -1,7 +1,7 @@
 """What a launch asks of its addresses and sizes before anything is queued.
 
 A kernel trusts what it gets: a misaligned access or a grid that no device takes is an error of the whole context, found
-at the next call that waits. So every launch checks what it can know, and raises ShapeError with the name of the argument.
+at the next call that waits. So a launch checks what it can know, and raises ShapeError with the name of the argument.
 """
 
 from __future__ import annotations
