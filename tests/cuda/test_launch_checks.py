@@ -205,5 +205,5 @@ def test_a_grid_that_no_device_takes_is_refused(op: Any) -> None:
 @pytest.mark.parametrize("op", [mla.mla_absorb, mla.mla_project, mla.mla_decode], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("dims", [(33, 64, 48), (32, 64, 49)])
 def test_pairs_need_even_widths(op: Any, dims: tuple[int, int, int]) -> None:
-    with pytest.raises(ShapeError, match="multiple of 2|even"):
+    with pytest.raises(ShapeError, match=r"multiple of 2|even"):
         call(op, dims=dims)

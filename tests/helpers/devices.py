@@ -101,7 +101,7 @@ class QueuedStream:
 
 @dataclass(eq=False)
 class _Array:
-    """`nbytes` between guards in page-locked memory at `host`, and as much of the device's own once `at` asked for it."""
+    """`nbytes` between guards in page-locked memory at `host`, and in the device's own once `at` asked for it."""
 
     host: int
     nbytes: int
@@ -332,7 +332,7 @@ def empty(shape: Any, dtype: Any = np.float32, align: int = 1) -> np.ndarray:
 
 
 def at(array: np.ndarray) -> int:
-    """Where an array from here, or a part of it, is for the device: what a kernel, a copy or a table of addresses takes."""
+    """Where an array from here, or a part of it, is for the device: what kernels, copies and tables take."""
     return _current.at(array)
 
 
@@ -367,7 +367,7 @@ def stand_in(
     reads: Sequence[np.ndarray] = (),
     writes: Sequence[np.ndarray] = (),
 ) -> None:
-    """Queue host code in the place of `what`, which is no kernel of whalez. It may touch what it reads and writes only."""
+    """Queue host code in the place of `what`, no kernel of whalez. It may touch what it reads and writes only."""
     _current.stand_in(stream, what, function, reads=reads, writes=writes)
 
 
