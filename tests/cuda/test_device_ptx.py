@@ -15,6 +15,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from numba import cuda
 from numba.cuda.extending import _Intrinsic
 
+from helpers import devices
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
 from whalez.ops.device import ptx
 from whalez.ops.device.compile import ARCHITECTURES, assemble, compile_cubin, compile_ptx, disassembly
@@ -172,6 +173,50 @@ def test_wait_looks_by_acquire_and_reports_by_volatile_stores() -> None:
 
 def test_write_is_a_release() -> None:
     assert accesses(compile_ptx(doorbell_write_kernel, "sm_80")) == {"st.release.sys.global.u64"}
+
+
+def under_aligned(text: str) -> list[str]:
+    """Declarations of shared memory that a PTX text accesses 16 bytes at a time, by name or address, and that promise
+    less; dynamic ones always, as tiles lie in them."""
+    declared = re.findall(r"^(.*\.shared .*?\.align (\d+) .*);$", text, re.MULTILINE)
+    is_wide = re.search(r"cp\.async\.\w+\.shared|ldmatrix|(ld|st)\.shared\.v[24]", text)
+    return [line for line, nbytes in declared if int(nbytes) < 16 and (is_wide or ".extern" in line)]
+
+
+def with_shared_memory() -> list[Any]:
+    """Every kernel that asks for dynamic shared memory; the widest, which take seconds to compile, in the long tier."""
+    kernels = [each for each in devices.all_kernels() if each.function.__module__.startswith("whalez.")]
+    return [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if "128" in each.name else [])
+        for each in kernels
+        if each.shared_bytes
+    ]
+
+
+@pytest.mark.parametrize("kernel", with_shared_memory())
+def test_dynamic_shared_memory_is_aligned(kernel: Kernel) -> None:
+    """Where the driver puts it is otherwise luck: a 16-byte copy into a place that is 4-aligned loses the context."""
+    text = compile_ptx(kernel, "sm_80")
+    assert ".extern .shared" in text
+    assert not under_aligned(text)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        ".extern .shared .align 4 .b8 s[];",
+        ".shared .align 4 .b8 s[64];\n\tcp.async.cg.shared.global [%r1], [%rd1], 16;",
+    ],
+)
+def test_shared_memory_that_is_not_aligned_is_seen(declared: str) -> None:
+    assert len(under_aligned(declared)) == 1
+    assert not under_aligned(declared.replace("align 4", "align 16"))
+
+
+@pytest.mark.slow  # every kernel through the front end once more
+def test_no_kernel_of_whalez_is_under_aligned() -> None:
+    ours = [each for each in devices.all_kernels() if each.function.__module__.startswith("whalez.")]
+    assert not {each.name: found for each in ours if (found := under_aligned(compile_ptx(each, "sm_80")))}
 
 
 def test_no_inline_ptx_elsewhere() -> None:
