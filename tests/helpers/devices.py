@@ -36,7 +36,14 @@ from whalez.testing.simt.memory import POISON
 GUARD_BYTES = 4096
 DRAIN_S = 240.0  # the largest launch of a test takes most of a minute
 #: Every driver call that a superstep may make: none of them allocates, frees, compiles, loads or waits.
-SUPERSTEP = {"cuLaunchKernel", "cuStreamBatchMemOp", "cuStreamWriteValue64", "cuMemcpyAsync", "cuMemsetD8Async"}
+SUPERSTEP = {
+    "cuCtxSetCurrent",
+    "cuLaunchKernel",
+    "cuStreamBatchMemOp",
+    "cuStreamWriteValue64",
+    "cuMemcpyAsync",
+    "cuMemsetD8Async",
+}
 _PORTABLE_MAPPED = 3
 _ATTACH_GLOBAL = 1
 
@@ -185,12 +192,7 @@ class FakeGpu(Gpu):
         super().__init__(self.fake, _image)
         self.launched: set[str] = set()
         self.queueing: list[str] = []  #: driver calls made while queues were handed over
-        self._add_stream()
-
-    def _add_stream(self) -> None:
-        """Before anything is recorded: a stream is made at start-up, and its first entry binds the context."""
-        self._streams.append(CudaStream(self.device, self.kernels))
-        self._streams[0].zero(self.empty(8, np.uint8).ctypes.data, 8)
+        self._streams.append(CudaStream(self.device, self.kernels))  # before anything is recorded, as at start-up
 
     def run_queues(self, streams: Sequence[QueuedStream], **order: Any) -> None:
         assert len(streams) == 1
@@ -198,7 +200,7 @@ class FakeGpu(Gpu):
         begun = len(self.fake.calls)
         entries = len(streams[0].queue)
         super().run_queues(streams)
-        self.queueing += self.fake.names(begun)[:entries]
+        self.queueing += self.fake.names(begun)[: 2 * entries]  # each binds the context and is one more call
 
 
 def _image(kernel: Kernel) -> bytes:

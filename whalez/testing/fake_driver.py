@@ -342,7 +342,7 @@ class FakeDriver:
             return [stream.queue[0][0] for stream in self._streams.values() if stream.queue]
 
     def _enqueue(self, stream: Any, label: str, work: Callable[[], Any]) -> None:
-        if int(stream) not in self._streams:
+        if int(stream) not in self._streams or self._streams[int(stream)].context != self._current.context:
             raise Failed(400)
         self._streams[int(stream)].queue.append((label, lambda: work() is not False))
 
