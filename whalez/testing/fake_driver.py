@@ -173,7 +173,9 @@ class _Stream:
     flags: int
     priority: int
     context: int
+    channel: tuple[int, int]  #: streams of one channel run in the order in which their entries were queued
     queue: deque[tuple[str, Callable[[], bool]]] = field(default_factory=deque)
+    serials: deque[int] = field(default_factory=deque)  #: of the entries of `queue`
 
 
 #: Runs a launched kernel: (grid, block, shared bytes, arguments) -> False while it is still running.
@@ -187,6 +189,9 @@ class FakeDriver:
     version:  of the driver
     kernels:  image -> (struct codes of the arguments, Runner); another image loads, and launching it does nothing
     memops:   whether stream memory operations work at all; on imported memory they never do unless `imported_memops`
+    channels: of each priority, as CUDA_DEVICE_MAX_CONNECTIONS; streams beyond them share one, and what is queued behind
+              a blocked entry of another stream waits with it. 0: every stream has its own
+    priority_greatest:  0 on a device where all streams have one priority
     refuse:   (call, arguments) -> code to answer with, 0 to go on
     """
 
@@ -198,6 +203,8 @@ class FakeDriver:
         kernels: Mapping[bytes, tuple[str, Runner]] | None = None,
         memops: bool = True,
         imported_memops: bool = False,
+        channels: int = 0,
+        priority_greatest: int = -5,
         refuse: Callable[[str, tuple[Any, ...]], int] | None = None,
     ) -> None:
         self.machine = machine or FakeMachine()
@@ -205,6 +212,8 @@ class FakeDriver:
         self.kernels = dict(kernels or {})
         self.memops = memops
         self.imported_memops = imported_memops
+        self.channels = channels
+        self.priority_greatest = priority_greatest
         self.refuse = refuse
         self.calls: list[Call] = []
         self.fail_at: int | None = None  #: index of the call that fails next
@@ -219,6 +228,7 @@ class FakeDriver:
         self._host: dict[int, tuple[Any, int]] = {}
         self._contexts: dict[int, int] = {}  # device -> references
         self._streams: dict[int, _Stream] = {}
+        self._serial = 0
         self._libraries: dict[int, bytes] = {}
         self._kernels: dict[int, bytes] = {}
         self._default: deque[Callable[[], Any]] = deque()  # what the default stream has not run yet
@@ -350,9 +360,16 @@ class FakeDriver:
         while moved:
             moved = False
             for stream in self._streams.values():
-                while stream.queue and stream.queue[0][1]():
+                while stream.queue and self._is_first(stream) and stream.queue[0][1]():
                     stream.queue.popleft()
+                    if stream.serials:
+                        stream.serials.popleft()
                     moved = True
+
+    def _is_first(self, stream: _Stream) -> bool:
+        """Whether nothing of another stream stands before this one's next entry in their channel."""
+        others = (each for each in self._streams.values() if each.channel == stream.channel and each is not stream)
+        return not stream.serials or all(stream.serials[0] < each.serials[0] for each in others if each.serials)
 
     def stuck(self) -> list[str]:
         """What the streams that cannot go on stand at."""
@@ -363,6 +380,8 @@ class FakeDriver:
     def _enqueue(self, stream: Any, label: str, work: Callable[[], Any]) -> None:
         if int(stream) not in self._streams or self._streams[int(stream)].context != self._current.context:
             raise Failed(400)
+        self._serial += 1
+        self._streams[int(stream)].serials.append(self._serial)
         self._streams[int(stream)].queue.append((label, lambda: work() is not False))
 
     # ---- start ------------------------------------------------------------------------------------------------
@@ -408,7 +427,7 @@ class FakeDriver:
         return None
 
     def _cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
-        return 0, -5
+        return 0, self.priority_greatest
 
     # ---- memory -----------------------------------------------------------------------------------------------
     def _cuMemGetInfo(self) -> tuple[int, int]:
@@ -645,7 +664,10 @@ class FakeDriver:
         if not int(flags) & 1:
             self.machine.violations.append("a stream that synchronises with the legacy default stream")
         stream = self._new()
-        self._streams[stream] = _Stream(int(flags), priority, self._current.context)
+        priority = max(int(priority), self.priority_greatest)  # clamped
+        i_channel = sum(each.priority == priority for each in self._streams.values())
+        channel = (priority, i_channel % self.channels if self.channels else stream)
+        self._streams[stream] = _Stream(int(flags), priority, self._current.context, channel)
         return stream
 
     def _cuStreamDestroy(self, hStream: int) -> None:
