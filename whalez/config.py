@@ -244,7 +244,7 @@ class Placement:
     node_ranks: int | None = None
 
 
-DEVICE_CONNECTIONS_MIN: Final = 8
+DEVICE_CONNECTIONS_MIN = 8  # what the driver takes by itself
 
 
 def device_connections_warning(env: Mapping[str, str]) -> str:
@@ -257,8 +257,8 @@ def device_connections_warning(env: Mapping[str, str]) -> str:
     if text.strip().isdecimal() and int(text) >= DEVICE_CONNECTIONS_MIN:
         return ""
     return (
-        f"CUDA_DEVICE_MAX_CONNECTIONS is {text!r}: streams may share a hardware queue, and stand behind one that waits; "
-        f"leave it unset, or at {DEVICE_CONNECTIONS_MIN} or more"
+        f"CUDA_DEVICE_MAX_CONNECTIONS is {text!r}: streams may share a hardware queue, and stand behind one that "
+        f"waits; leave it unset, or at {DEVICE_CONNECTIONS_MIN} or more"
     )
 
 

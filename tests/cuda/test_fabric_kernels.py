@@ -223,7 +223,7 @@ def wait_without_lines(state: int, kernel: Any = doorbell_wait_kernel) -> None:
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("state", [GAVE_UP, STOPPED])
 def test_a_wait_of_a_launch_that_is_over_does_not_even_look(state: int) -> None:
-    """Thousands of waits may stand behind the one that gave up: the stream drains at once only if none of them spins."""
+    """Thousands of waits may stand behind the one that gave up: it drains at once only if none of them spins."""
     wait_without_lines(state)
 
 

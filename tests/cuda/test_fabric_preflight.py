@@ -63,13 +63,14 @@ class Gathering:
         return gather
 
 
-def run(machines: list[FakeMachine], *, arrival_s: float = 5.0, is_left: bool = False, **options: Any) -> list[list[Ballot]]:
+def run(
+    machines: list[FakeMachine], *, arrival_s: float = 5.0, is_left: bool = False, **options: Any
+) -> list[list[Ballot]]:
     """The preflight of one rank per entry of `machines`; what each of them was told. Nothing is left."""
     fakes = [
         FakeDriver(
             machine,
-            **{"kernels": fake_kernels()}
-            | {k: v[rank] if isinstance(v, list) else v for k, v in options.items()},
+            **{"kernels": fake_kernels()} | {k: v[rank] if isinstance(v, list) else v for k, v in options.items()},
         )
         for rank, machine in enumerate(machines)
     ]
@@ -236,7 +237,7 @@ def test_a_stream_that_cannot_be_released_is_said_and_nothing_is_unmapped_under_
     begun = time.monotonic()
     ballots = run([FakeMachine()] * 2, channels=1, priority_greatest=0, arrival_s=0.1, is_left=True, refuse=refuse)[0]
     assert time.monotonic() - begun < 4
-    with pytest.raises(CapabilityMissing, match="no provider works: fabric: rank 0 .* did not end within"):
+    with pytest.raises(CapabilityMissing, match=r"no provider works: fabric: rank 0 .* did not end within"):
         choose(ballots)
     for name in EVERY[1:]:
         assert "a stream of this device is blocked for good" in ballots[0].probe(name).words
@@ -540,7 +541,11 @@ def test_the_ballot_of_a_large_world_fits_into_an_offer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"), [(msgspec.msgpack.encode({"provider": "nccl", "ticket": b""}), "rank 1 tries nccl, this rank fabric"), (b"\xc1", "rank 1 sent what is no part")]
+    ("part", "said"),
+    [
+        (msgspec.msgpack.encode({"provider": "nccl", "ticket": b""}), "rank 1 tries nccl, this rank fabric"),
+        (b"\xc1", "rank 1 sent what is no part"),
+    ],
 )
 def test_what_no_rank_of_this_version_sends_is_refused(part: bytes, said: str) -> None:
     fake = FakeDriver(kernels=fake_kernels())

@@ -41,8 +41,8 @@ Gather = Callable[[bytes], Sequence[bytes]]
 
 _log = logging.getLogger(__name__)
 
-#: What a ring may take to end a wait. It is microseconds when both contexts run at once. Two processes of one device take
-#: turns of milliseconds, more of them longer; and a context that has not run anything yet may need a second or two for it.
+#: What a ring may take to end a wait. It is microseconds when both contexts run at once. Two processes of one device
+#: take turns of milliseconds, more of them longer; and a context that has run nothing yet may need a second or two.
 ARRIVAL_S: Final = 5.0
 _WORDS_MAX, _PEERS_WORDS_MAX = 2000, 16_000  # characters of one provider: a ballot has to fit into an offer of the hub
 _RUNG: Final = 0x5EED
@@ -309,9 +309,7 @@ class _Attempt:
         while not stream.is_done():
             if now_ns() > deadline:
                 waited_s = (now_ns() - begun) / 1e9
-                raise FabricError(
-                    f"{self.name}: {what} did not end within {waited_s:.1f} s (all of a kind may take {self._arrival_s:g})"
-                )
+                raise FabricError(f"{self.name}: {what} did not end within {waited_s:.1f} s of {self._arrival_s:g}")
             time.sleep(0.0005)
 
     def unmap(self) -> None:
