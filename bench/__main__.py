@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
-from bench import control, idle, lanes, memory
+from bench import control, idle, lanes, memory, soak
 from bench.report import ROOT, console, provenance
 from whalez.errors import WhalezError
 from whalez.model.presets import make_checkpoint
 
-NAMES = ("control", "idle", "ttft", "cap", "memory")
+NAMES = ("control", "idle", "ttft", "cap", "memory", "soak")
 
 
 def checkpoint(preset: str) -> Path:
@@ -48,6 +48,8 @@ def main(names: tuple[str, ...], world: int, tokens: int, lengths: str, repeats:
             lanes.cap(checkpoint("mini"), tokens, repeats)
         if "memory" in chosen:
             memory.growth(checkpoint("tiny"), 4)
+        if "soak" in chosen:
+            soak.whales(checkpoint("tiny"), 4, 2000)
     except WhalezError as error:
         sys.exit(f"bench: {error}")
     console.print(f"{time.monotonic() - started:.0f} s")

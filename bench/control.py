@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.report import ROOT, console, table
 
-POSTS, BOUNCES, WARM = 200, 400, 20
+POSTS, BOUNCES, WARM = 200, 200, 20
 
 
 def world_of(world: int, address: str, posts: int) -> list[dict[str, Any]]:

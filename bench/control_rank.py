@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 
 import zmq
 
@@ -30,6 +31,7 @@ FLOOR = 16
 TOKENS_PER_RANK = 64
 BOUNDARY_S = 0.002  # a launch without rows lasts at most so long; a message ends it
 WORD_COPIES = 4
+PACE_S = 0.01  # between bare round trips, as between posts: a core that has slept is slower than one that spins
 
 
 class Paired:
@@ -154,6 +156,7 @@ def bounce(rank: int, world: int, address: str, count: int) -> list[int]:
         router.bind(address)
         peers = [router.recv_multipart()[0] for _ in range(world - 1)]
         for _ in range(count):
+            time.sleep(PACE_S)
             began = now_ns()
             for peer in peers:
                 router.send_multipart([peer, b"x" * 256])

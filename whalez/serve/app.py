@@ -177,7 +177,7 @@ class Front:
         return chunks
 
     def _patience(self) -> float:
-        """Seconds that a lost rank's last words may take; none while the fleet stops: who is killed then said nothing."""
+        """Seconds that a lost rank's last words may take; none while the fleet stops, when the killed said nothing."""
         return 0.0 if self.draining else LAST_WORDS_S
 
     async def _pieces(self, ask: Ask, view: RankView) -> AsyncGenerator[Piece, None]:
