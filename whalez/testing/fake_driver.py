@@ -6,8 +6,9 @@ machines with the same `domain` share fabric handles. Handles also work between 
 
 What it models: address ranges, mappings and access rights per device (real ones, a wrong touch is SIGSEGV), contexts
 per thread, streams that block in waits and queue what comes after, channels that streams share, a default stream whose
-work has not run when the call returns, memory operations that refuse imported memory, a hoarding memory pool, IMEX, legacy handles. What it does not:
-time, caches, memory order, kernels other than those it is given. It asserts the arguments that whalez has no choice in.
+work has not run when the call returns, memory operations that refuse imported memory, a hoarding memory pool, IMEX,
+legacy handles. What it does not: time, caches, memory order, kernels other than those it is given. It asserts the
+arguments that whalez has no choice in.
 """
 
 from __future__ import annotations
