@@ -45,7 +45,31 @@ UNMAPPING = {"cuMemUnmap", "cuIpcCloseMemHandle", "cuMemFree"}
 every_provider = pytest.mark.parametrize("name", CUDA)
 
 
-@pytest.fixture(params=["host", *CUDA])
+#: On a device both ranks of the contract are in one process, which cannot open a legacy handle of its own.
+ON_A_GPU = [pytest.param(f"gpu-{name}", marks=pytest.mark.gpu) for name in ("fabric", "posix_fd")]
+
+
+@contextlib.contextmanager
+def gpu_pair(name: str) -> Iterator[list[CudaSlabs]]:
+    layout = make_layout(2)
+    with contextlib.ExitStack() as stack:
+        try:
+            device = stack.enter_context(Device(Driver(), 0))
+        except FabricError as error:
+            pytest.skip(f"no GPU to run on: {error}")
+        make = PROVIDERS[name]
+        try:
+            with make(make_layout(1), device=device, rank=0, incarnation="i0") as alone:
+                alone.create()
+        except DriverError as error:
+            pytest.skip(f"no {name} here: {error.words}")
+        slabs = [stack.enter_context(make(layout, device=device, rank=r, incarnation=f"i{r}")) for r in range(2)]
+        yield slabs
+        for one in slabs:
+            one.close_peers()
+
+
+@pytest.fixture(params=["host", *CUDA, *ON_A_GPU])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     """Two providers of a world of two, none created."""
     if request.param == "host":
@@ -56,6 +80,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
         for one in slabs:
             one.close()
         assert not [name for name in os.listdir("/dev/shm") if fleet in name]
+    elif request.param.startswith("gpu-"):
+        with gpu_pair(request.param.removeprefix("gpu-")) as made:
+            yield made
     else:
         with fake_world(request.param) as ranks:
             yield [rank.slabs for rank in ranks]
@@ -140,7 +167,7 @@ def test_after_a_failure_peers_still_go_first_and_the_owner_keeps_its_memory(pai
         peer.open(entry_of(owner, incarnation="older"))
     there = peer.open(entry_of(owner))
     addresses = [there.address, own.address]
-    if isinstance(peer, CudaSlabs):
+    if isinstance(peer, CudaSlabs) and isinstance(peer.device.driver.api, FakeDriver):
         fake = peer.device.driver.api
         begun = len(fake.calls)
         fake.refuse = lambda call, _: 999 * (call in {"cuMemUnmap", "cuIpcCloseMemHandle"} and len(fake.calls) % 2)
