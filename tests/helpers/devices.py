@@ -39,7 +39,14 @@ from whalez.testing.simt.memory import POISON
 GUARD_BYTES = 4096
 DRAIN_S = 240.0  # the largest launch of a test takes most of a minute
 #: Every driver call that a superstep may make: none of them allocates, frees, compiles, loads or waits.
-SUPERSTEP = {"cuLaunchKernel", "cuStreamBatchMemOp", "cuStreamWriteValue64", "cuMemcpyAsync", "cuMemsetD8Async"}
+SUPERSTEP = {
+    "cuCtxSetCurrent",
+    "cuLaunchKernel",
+    "cuStreamBatchMemOp",
+    "cuStreamWriteValue64",
+    "cuMemcpyAsync",
+    "cuMemsetD8Async",
+}
 _PORTABLE_MAPPED = 3
 _ATTACH_GLOBAL = 1
 
@@ -218,9 +225,8 @@ class Gpu:
         stream.queue.append(("stand_in", (function, reads, writes)))
 
     def _add_stream(self) -> None:
-        """Before anything is handed over: a stream is made at start-up, and its first entry binds the context."""
+        """Before anything is handed over: a stream is made at start-up."""
         self._streams.append(CudaStream(self.device, self.kernels))
-        self._streams[-1].is_done()
 
     def run_queues(self, streams: Sequence[QueuedStream], **order: Any) -> None:
         """Hand every queue to a stream of the device, wait for all, look at the guards."""
