@@ -17,6 +17,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from helpers import devices
 from helpers.mutate import MutantStream, assert_caught, changes, mutate, seeds
 from whalez.errors import ShapeError
+from whalez.fabric.cuda.driver import DEFAULT_STREAM
 from whalez.ops.device.compile import compile_cubin, resource_usage, sass_opcodes
 from whalez.ops.device.kernel import KERNELS
 from whalez.ops.mla.cuda import (
@@ -335,6 +336,7 @@ def whole_depth(device, tokens, heads, run):
         for address, pattern in zip((q, kv, kr), patterns, strict=True):
             fill(device, address, pattern, tokens)
         driver.cuMemsetD8(out, 0xFF, out_row * tokens)
+        driver.cuStreamSynchronize(DEFAULT_STREAM)  # the streams of kernels do not wait for it
         stream = devices.Stream()
         mla_attend(
             stream, q, kv, kr, out, lse, queries=tokens, keys=tokens, heads=heads, dims=FULL, q_start=0, causal=True,

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from whalez.fabric.cuda.driver import Device, Driver
+from whalez.fabric.cuda.driver import DEFAULT_STREAM, Device, Driver
 from whalez.fabric.cuda.stream import CudaStream, KernelSet, codes_of
 from whalez.ops.device.kernel import KERNELS, Kernel
 from whalez.testing import simt
@@ -196,6 +196,7 @@ class Gpu:
         owner = self._owner(address)
         if owner is not None and owner.device is not None:
             self.device.driver.cuMemcpyHtoD(int(owner.device) + address - owner.host, address, nbytes)
+            self.device.driver.cuStreamSynchronize(DEFAULT_STREAM)  # the bytes may be on their way still
 
     def _from_device(self, address: int, nbytes: int) -> None:
         owner = self._owner(address)

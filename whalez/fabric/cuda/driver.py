@@ -86,7 +86,7 @@ DRIVER_VERSION_MIN: Final = 13_000
 #: Compute capability below which no kernel of whalez runs.
 CAPABILITY_MIN: Final = (8, 0)
 
-_DEFAULT_STREAM: Final = 0
+DEFAULT_STREAM: Final = 0
 
 OUT_OF_MEMORY: Final = 2
 NOT_READY: Final = 600
@@ -376,7 +376,7 @@ class Device:
         """
         self.bind()
         self.driver.cuMemcpyHtoD(address, data, len(data))
-        self.driver.cuStreamSynchronize(_DEFAULT_STREAM)
+        self.driver.cuStreamSynchronize(DEFAULT_STREAM)
 
     def close(self) -> None:
         """Give the context back. Idempotent; after a failure it may be called again."""
