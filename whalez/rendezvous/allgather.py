@@ -5,7 +5,8 @@ Rule 2: nobody waits for anybody in here; an answer is sent when the last hello,
 
 Before the table is complete a rank's number is free again when its process is gone (`PeerGone`), so one that was killed
 and started again takes its place; while the first lives, a second process with its number is refused by name. Whether
-it lives the driver finds out, before it hands in the second hello. Once the table is out, peers have mapped that very incarnation's slab, so a restarted rank is refused and the world restarts as a whole.
+it lives the driver finds out, before it hands in the second hello. Once the table is out, peers have mapped that very
+incarnation's slab, so a restarted rank is refused and the world restarts as a whole.
 """
 
 from __future__ import annotations
