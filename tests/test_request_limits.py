@@ -4,6 +4,7 @@ import pytest
 
 from whalez.errors import RequestError
 from whalez.hub.request_limits import check_counts, unknown_token
+from whalez.serve.completions import token_ids
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,11 @@ def test_what_fits_is_let_through(prompt_count: int, max_tokens: int) -> None:
 
 def test_an_unknown_token_is_told_with_range_and_position() -> None:
     assert str(unknown_token(512, 3, 512)) == "prompt: expected token ids 0..511, got 512 at position 3"
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, "1", None], ids=str)
+def test_what_is_no_token_id_is_refused_by_position(wrong: object) -> None:
+    with pytest.raises(RequestError, match=r"prompt: expected token ids, got .* at position 1") as caught:
+        token_ids([3, wrong])
+    assert caught.value.param == "prompt"
+    assert token_ids([3, 4]) == [3, 4]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -155,6 +156,16 @@ def check_sampling(temperature: float, top_p: float) -> None:
         raise RequestError(f"temperature: expected 0 to 2, got {temperature}", param="temperature")
     if not 0 < top_p <= 1:
         raise RequestError(f"top_p: expected above 0 and at most 1, got {top_p}", param="top_p")
+
+
+def token_ids(prompt: Iterable[object]) -> list[int]:
+    """A caller's ids as ints; numpy's are welcome, a bool is none. Raises RequestError naming the position."""
+    tokens = []
+    for at, item in enumerate(prompt):
+        if isinstance(item, bool) or not isinstance(item, SupportsIndex):
+            raise RequestError(f"prompt: expected token ids, got {item!r} at position {at}", param="prompt")
+        tokens.append(item.__index__())
+    return tokens
 
 
 def check_tokens(tokens: list[int], max_tokens: int, limits: Status) -> None:
