@@ -195,7 +195,8 @@ class _Process:
         for line in reversed(lines):
             if line.startswith("whalez: "):  # it said itself why
                 return line.removeprefix("whalez: ").removeprefix(f"{self.name}: ")
-        return " | ".join([line.strip() for line in lines if line.strip()][-LOG_TAIL_LINES:])
+        said = [line.strip() for line in lines if line.strip() and not line.startswith("listening on ")]
+        return " | ".join(said[-LOG_TAIL_LINES:])
 
     def obituary(self) -> str:
         words = self.last_words()
