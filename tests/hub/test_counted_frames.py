@@ -1,14 +1,19 @@
-"""A frame that a network loses or repeats is noticed by the next beat, which says how many messages went before it."""
+"""Frames between a rank and the hub that get lost or come twice, and a connection that is cut and made anew.
 
+The next beat says how many messages went before it, and over which connection.
+"""
+
+import contextlib
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 
 from helpers.proxy import FrameProxy
-from whalez.errors import HubError, PeerDied
+from whalez.errors import HubError, PeerDied, WhalezError
 from whalez.hub import wire
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.rendezvous.messages import Ready
@@ -92,3 +97,26 @@ def test_a_beat_lost_or_repeated_harms_nobody(two, action):
     send(hubs, 0, 3)
     collect(hubs[1], 3)
     assert [hub.failure for hub in hubs] == [None, None]
+
+
+@pytest.mark.parametrize("two", [(Ready, True), (Ready, False)], indirect=True, ids=["to hub", "from hub"])
+@pytest.mark.parametrize("after_beat_s", [0.0, 0.15, 0.3, 0.45])  # of a rank's beats, two a second
+def test_a_cut_connection_is_told_to_the_rank_that_lost_it(two, after_beat_s):
+    """While others go on sending to it, which is how the hub may notice first that nobody is there."""
+    hubs, frames = two
+    send(hubs, 1 if frames.to_hub else 0, 1)
+    assert frames.passed.acquire(timeout=TIMEOUT_S)
+    time.sleep(after_beat_s)
+    frames.todo.append("cut")
+    send(hubs, 1 if frames.to_hub else 0, 1)
+    assert frames.passed.acquire(timeout=TIMEOUT_S)
+    deadline = time.monotonic() + TIMEOUT_S
+    while hubs[0].failure is None:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(WhalezError):  # it failed meanwhile
+            send(hubs, 0, 1)
+        time.sleep(0.01)
+    wait_until_failed(hubs[1])
+    for hub in hubs:
+        assert isinstance(hub.failure, PeerDied)
+        assert (hub.failure.rank, hub.failure.how) == (1, "its connection to the hub was cut")
