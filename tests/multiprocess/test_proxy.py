@@ -115,6 +115,8 @@ def test_a_frame_that_is_not_passed_on_as_it_should(
     if action == "cut":
         cause = "its connection to the hub was cut"
     named = re.compile(f"rank 1.*({cause})")
+    # Rank 1 refuses such a message by itself: the fleet reads its last words, the others may only see it end.
+    told = re.compile(f"{named.pattern}|rank 1 died: its process has ended") if action == "twice" else named
     try:
         if kind in START and ends_the_world(kind, action):
             with pytest.raises(PeerDied, match=named):
@@ -132,7 +134,7 @@ def test_a_frame_that_is_not_passed_on_as_it_should(
         assert done, f"no {kind} came by"
         if ends_the_world(kind, action):
             assert named.search(str(failure_of(fleet, SOON_S))), fleet.failure
-            assert all(named.search(str(each)) for each in errors), errors
+            assert all(told.search(str(each)) for each in errors), list(map(str, errors))
             assert time.monotonic() - done[0] < SOON_S
         else:
             assert not errors
