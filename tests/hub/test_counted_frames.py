@@ -100,7 +100,7 @@ def test_a_beat_lost_or_repeated_harms_nobody(two, action):
 
 
 @pytest.mark.parametrize("two", [(Ready, True), (Ready, False)], indirect=True, ids=["to hub", "from hub"])
-@pytest.mark.parametrize("after_beat_s", [0.0, 0.15, 0.3, 0.45])  # of a rank's beats, two a second
+@pytest.mark.parametrize("after_beat_s", [0.0, 0.15])  # of a rank's beats, two a second
 def test_a_cut_connection_is_told_to_the_rank_that_lost_it(two, after_beat_s):
     """While others go on sending to it, which is how the hub may notice first that nobody is there."""
     hubs, frames = two

@@ -22,7 +22,8 @@ from whalez.errors import PeerDied, WhalezError, WireError
 from whalez.fleet import Fleet, Generated, rank_command
 from whalez.hub import wire
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+#: `make test` has the same faults between two hubs without ranks, in tests/hub/test_counted_frames.py.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(120)]
 
 PROMPT = list(range(200)) * 2
 #: Message and whether it goes to the hub.
@@ -41,7 +42,6 @@ START = ("Hello", "Table", "Mapped", "WorldStarts")
 SOON_S = 5.0
 ACTIONS = ("drop", "twice", 1.0, "cut")
 CASES = [(*frame, action) for frame in FRAMES for action in ACTIONS]
-QUICK = [("Post", True, "drop")]
 #: How the machines refuse a message that comes again, if that is before the next beat.
 REPEATED = dict.fromkeys(START, "nothing") | {
     "Post": "broke the protocol: .*: post .* is outstanding",
@@ -93,7 +93,7 @@ def through(port: int, proxy: FrameProxy) -> Callable[[Fleet, int], list[str]]:
 
 @pytest.mark.parametrize(
     ("kind", "to_hub", "action"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    CASES,
 )
 def test_a_frame_that_is_not_passed_on_as_it_should(
     tiny: Path, tmp_path: Path, kind: str, to_hub: bool, action: str | float
