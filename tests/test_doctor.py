@@ -203,6 +203,19 @@ def test_the_preflight_is_reported_where_there_is_a_device(machine: Machine) -> 
     assert doctor.probe_preflight(machine) is None  # no driver
 
 
+@pytest.mark.parametrize("text", ["1", "7", "0", "-1", "many", ""])
+def test_streams_that_may_share_a_hardware_queue_are_warned_of(machine: Machine, text: str) -> None:
+    finding = doctor.probe_connections(dataclasses.replace(machine, env={"CUDA_DEVICE_MAX_CONNECTIONS": text}))
+    assert finding is not None
+    assert finding.level == "warn"
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS is {text!r}" in finding.text
+
+
+@pytest.mark.parametrize("env", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}])
+def test_enough_hardware_queues_need_no_word(machine: Machine, env: dict[str, str]) -> None:
+    assert doctor.probe_connections(dataclasses.replace(machine, env=env)) is None
+
+
 def test_the_preflight_runs_in_a_process_and_its_words_come_back() -> None:
     pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
     code, words = doctor._preflight()

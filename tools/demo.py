@@ -93,14 +93,15 @@ def show_superstep(fleet: Fleet, result: Generated) -> None:
     """Segments, entry and phases of every gang member."""
     report = result.report
     lines = read_trace(fleet.run_dir, report.seq)
-    table = Table(title=f"whale {report.seq} posted at rank {report.poster}: one superstep, seconds per rank")
-    for name in ("rank", "tokens", "entered at launch", "kda", "mla", "moe", "dense", "exchange wait", "total"):
+    table = Table(title=f"whale {report.seq} of rank {report.poster}: one superstep, seconds; wait = for exchanges")
+    for name in ("rank", "tokens", "launch", "kda", "mla", "moe", "dense", "wait", "total"):
         table.add_column(name, justify="right", no_wrap=name == "tokens")
     for rank, (start, length) in zip(report.gang, report.segments, strict=True):
         line = lines[rank]
         phases: dict[str, float] = line["phases"]  # type: ignore[assignment]
         seconds = [f"{phases[k]:.2f}" for k in ("kda", "mla", "moe", "dense", "exchange_wait")]
-        table.add_row(str(rank), f"{start}..{start + length}", str(line["launch"]), *seconds, f"{line['took_s']:.2f}")
+        tokens = f"{start}..{start + length - 1}"
+        table.add_row(str(rank), tokens, str(line["launch"]), *seconds, f"{line['took_s']:.2f}")
     console.print(table)
     launches = {line["launch"] for line in lines.values()}
     if launches != {report.entry_launch} or set(lines) != set(report.gang):

@@ -158,7 +158,8 @@ def generate(
     The file holds one list of token ids, or a list of such lists; all are posted at once.
     """
     from whalez.fleet import Fleet
-    from whalez.serve.completions import check_max_tokens, check_sampling
+    from whalez.hub.request_limits import check_max_tokens
+    from whalez.serve.completions import check_sampling
 
     try:
         check_max_tokens(max_tokens)

@@ -244,6 +244,24 @@ class Placement:
     node_ranks: int | None = None
 
 
+DEVICE_CONNECTIONS_MIN = 8  # what the driver takes by itself
+
+
+def device_connections_warning(env: Mapping[str, str]) -> str:
+    """What is wrong with CUDA_DEVICE_MAX_CONNECTIONS; "" if nothing.
+
+    It says over how many hardware queues the streams of a process are spread. In one queue, what is to end a wait may
+    stand behind it.
+    """
+    text = env.get("CUDA_DEVICE_MAX_CONNECTIONS", str(DEVICE_CONNECTIONS_MIN))
+    if text.strip().isdecimal() and int(text) >= DEVICE_CONNECTIONS_MIN:
+        return ""
+    return (
+        f"CUDA_DEVICE_MAX_CONNECTIONS is {text!r}: streams may share a hardware queue, and stand behind one that "
+        f"waits; leave it unset, or at {DEVICE_CONNECTIONS_MIN} or more"
+    )
+
+
 def _first_host(nodelist: str) -> str:
     """First host of a Slurm node list: `gpu[07-09,12],cpu3` -> `gpu07`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)

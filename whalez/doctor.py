@@ -25,7 +25,14 @@ from typing import Any, Literal, NoReturn
 
 import click
 
-from whalez.config import FleetConfig, cache_dir, fleet_config, fleet_options, placement_from_environment
+from whalez.config import (
+    FleetConfig,
+    cache_dir,
+    device_connections_warning,
+    fleet_config,
+    fleet_options,
+    placement_from_environment,
+)
 from whalez.errors import ConfigError, FabricError, WhalezError
 from whalez.warm import is_ready, kernel_folder, make_folder, stamp_text
 
@@ -392,6 +399,12 @@ def probe_preflight(machine: Machine) -> Finding | None:
     return Finding("ok", "preflight", words)
 
 
+def probe_connections(machine: Machine) -> Finding | None:
+    """None when CUDA_DEVICE_MAX_CONNECTIONS is unset or large enough."""
+    warning = device_connections_warning(machine.env)
+    return Finding("warn", "cuda", warning, "unset it; the host backend does not mind") if warning else None
+
+
 def probe_imex(machine: Machine) -> Finding | None:
     folder = machine.dev / "nvidia-caps-imex-channels"
     try:
@@ -473,7 +486,8 @@ def examine(
         else:
             found += [probe_shm(machine, need), probe_file_size(machine, need), probe_memory(machine, need)]
     if not quick:
-        found += [probe_launcher(machine), probe_cuda(machine), probe_preflight(machine), probe_imex(machine)]
+        found += [probe_launcher(machine), probe_cuda(machine), probe_connections(machine)]
+        found += [probe_preflight(machine), probe_imex(machine)]
     return [finding for finding in found if finding is not None]
 
 

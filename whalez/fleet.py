@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from whalez.config import SETTING_NAMES, fleet_config, setting_flags
 from whalez.errors import CheckpointError, ConfigError, OutputError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
-from whalez.serve.completions import check_sampling, check_tokens, pack_tokens
+from whalez.serve.completions import check_sampling, check_tokens, pack_tokens, token_ids
 from whalez.serve.endpoints import Endpoints, write_endpoints
 from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
 from whalez.serve.process import FRONT_GRACE_S, bind, front_command, held_line, parse_listen
@@ -195,7 +195,8 @@ class _Process:
         for line in reversed(lines):
             if line.startswith("whalez: "):  # it said itself why
                 return line.removeprefix("whalez: ").removeprefix(f"{self.name}: ")
-        return " | ".join([line.strip() for line in lines if line.strip()][-LOG_TAIL_LINES:])
+        said = [line.strip() for line in lines if line.strip() and not line.startswith("listening on ")]
+        return " | ".join(said[-LOG_TAIL_LINES:])
 
     def obituary(self) -> str:
         words = self.last_words()
@@ -464,7 +465,7 @@ class Fleet:
         status = self._statuses[poster]
         if self._loop is None or status is None:  # looked at again below; this one spares the work
             raise Unavailable("the fleet is not running")
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(operator.index, prompt))
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
         check_tokens(tokens, max_tokens, status)
         pending = Pending(self, f"fleet-{secrets.token_hex(8)}", poster)
         submit = Submit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import time
 from typing import Any
@@ -12,7 +13,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from whalez.errors import CapabilityMissing, FabricError
 from whalez.fabric.cuda.driver import ADVICE, CALLS, Device, Driver, DriverError, Teardown, run_all
-from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, real
+from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, fake_processes, real
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -137,6 +138,17 @@ def test_the_context_is_given_back_once() -> None:
     device.close()
     device.close()
     assert fake.leaks() == {}
+
+
+def test_what_was_uploaded_has_arrived() -> None:
+    """A kernel of a stream of ours, or a peer, may look at it next."""
+    fake = FakeDriver()
+    with fake_processes(fake), Device(Driver(fake), 0) as device:
+        device.bind()
+        memory = device.driver.cuMemAlloc(1 << 16)
+        device.upload(int(memory), b"tables")
+        assert ctypes.string_at(int(memory), 6) == b"tables"
+        device.driver.cuMemFree(memory)
 
 
 def test_a_teardown_goes_on_where_it_failed() -> None:

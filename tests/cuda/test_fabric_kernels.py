@@ -155,14 +155,21 @@ class Waiting:
         self.report = simt.zeros(REPORT_BYTES // 8, np.uint64)
 
     def launch(
-        self, ranks: list[int], value: int, *, budget_ns: int = 10_000, tag: int = 77, kernel: Any = None
+        self,
+        ranks: list[int],
+        value: int,
+        *,
+        budget_ns: int = 10_000,
+        tag: int = 77,
+        kernel: Any = None,
+        lines: int | None = None,
     ) -> Any:
         return simt.Launch(
             kernel or doorbell_wait_kernel,
             1,
             1,
             (
-                self.lines.ctypes.data,
+                self.lines.ctypes.data if lines is None else lines,
                 self.world,
                 *Peers.of(ranks).masks,
                 value,
@@ -203,6 +210,30 @@ def test_after_one_wait_has_given_up_the_next_ones_end_at_once() -> None:
     first = waiting.report.copy()
     simt.run([waiting.launch([1], 2, budget_ns=2**62)])
     assert np.array_equal(waiting.report, first)  # the first word stays
+
+
+def wait_without_lines(state: int, kernel: Any = doorbell_wait_kernel) -> None:
+    """Wait in a launch whose report says `state`, for lines that lie nowhere: a look at one is a fault."""
+    waiting = Waiting(2)
+    waiting.report[REPORT_STATE] = state
+    simt.run([waiting.launch([1], 2, budget_ns=2**62, kernel=kernel, lines=4096)])
+    assert waiting.report.tolist() == [state] + [0] * (REPORT_BYTES // 8 - 1)
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("state", [GAVE_UP, STOPPED])
+def test_a_wait_of_a_launch_that_is_over_does_not_even_look(state: int) -> None:
+    """Thousands of waits may stand behind the one that gave up: it drains at once only if none of them spins."""
+    wait_without_lines(state)
+
+
+@pytest.mark.no_gpu
+@seeds(doorbell_wait_kernel)
+@pytest.mark.parametrize("state", [GAVE_UP, STOPPED])
+def test_a_wait_that_looks_at_the_report_later_is_caught(state: int) -> None:
+    first = {"old": "if ld_acquire_sys_u64(report) != u64(RUNNING):", "new": "if False:"}
+    with pytest.raises(simt.SimtError, match=hex(4096 + LINE_BYTES)):  # the line of rank 1
+        wait_without_lines(state, mutate(doorbell_wait_kernel, **first))
 
 
 @pytest.mark.no_gpu

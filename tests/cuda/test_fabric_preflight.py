@@ -30,7 +30,15 @@ from whalez.hub.zmq_hub import ZmqHub
 from whalez.rendezvous.effects import Broadcast
 from whalez.rendezvous.events import PeerGone
 from whalez.rendezvous.messages import Died, Hello, SlabEntry
-from whalez.testing.fake_driver import FakeDomain, FakeDriver, FakeGpu, FakeMachine, fake_processes, write_word
+from whalez.testing.fake_driver import (
+    SYNCHRONISING,
+    FakeDomain,
+    FakeDriver,
+    FakeGpu,
+    FakeMachine,
+    fake_processes,
+    write_word,
+)
 
 EVERY = tuple(PROVIDERS)
 
@@ -55,11 +63,14 @@ class Gathering:
         return gather
 
 
-def run(machines: list[FakeMachine], **options: Any) -> list[list[Ballot]]:
+def run(
+    machines: list[FakeMachine], *, arrival_s: float = 5.0, is_left: bool = False, **options: Any
+) -> list[list[Ballot]]:
     """The preflight of one rank per entry of `machines`; what each of them was told. Nothing is left."""
     fakes = [
         FakeDriver(
-            machine, kernels=fake_kernels(), **{k: v[rank] if isinstance(v, list) else v for k, v in options.items()}
+            machine,
+            **{"kernels": fake_kernels()} | {k: v[rank] if isinstance(v, list) else v for k, v in options.items()},
         )
         for rank, machine in enumerate(machines)
     ]
@@ -78,6 +89,7 @@ def run(machines: list[FakeMachine], **options: Any) -> list[list[Ballot]]:
                     gather=gathering.of(rank),
                     machine=machines[rank].identity,
                     image=image,
+                    arrival_s=arrival_s,
                 )
         except BaseException as error:
             errors.append(error)
@@ -91,10 +103,10 @@ def run(machines: list[FakeMachine], **options: Any) -> list[list[Ballot]]:
             thread.join(30)
         assert not errors, errors
         for fake in fakes:
-            assert fake.leaks() == {}
+            assert fake.leaks() == {} or is_left
             assert fake.machine.violations == []
-            assert not any(gpu.used for gpu in fake.machine.gpus)
-    assert len(gathering.rounds) == 4
+            assert is_left or not any(gpu.used for gpu in fake.machine.gpus)
+    assert len(gathering.rounds) == 3 * len(EVERY) + 1
     return [results[rank] for rank in range(len(machines))]
 
 
@@ -197,7 +209,6 @@ def test_a_world_of_one_needs_no_peer() -> None:
 
 def test_a_store_that_does_not_arrive_is_not_taken_for_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Barriers that did nothing have been shipped: here the wait must have blocked, and end by the ring alone."""
-    monkeypatch.setattr(module, "ARRIVAL_S", 0.2)
     silent = {name: (codes, lambda *_: None) for name, (codes, _) in fake_kernels().items()}
     fakes_kernels = [silent, fake_kernels()]
     original = FakeDriver.__init__
@@ -207,9 +218,55 @@ def test_a_store_that_does_not_arrive_is_not_taken_for_a_ring(monkeypatch: pytes
         original(self, machine, **options)
 
     monkeypatch.setattr(FakeDriver, "__init__", init)
-    ballots = run([FakeMachine()] * 2)[0]
+    ballots = run([FakeMachine()] * 2, arrival_s=0.2)[0]
     with pytest.raises(CapabilityMissing, match=r"fabric: rank 0 .*a wait for rings that came did not end"):
         choose(ballots)
+
+
+def test_with_one_hardware_queue_for_all_streams_of_a_priority_everything_still_works() -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1: what rings has another priority, so it does not stand behind what waits."""
+    told = run([FakeMachine()] * 3, channels=1, arrival_s=1.0)
+    assert str(choose(told[0])) == "slabs: fabric"
+    assert all(probe == Probe(provider=probe.provider) for ballot in told[0] for probe in ballot.probes)
+
+
+def test_a_stream_that_cannot_be_released_is_said_and_nothing_is_unmapped_under_it() -> None:
+    """One queue for all: to unmap, free or unload would wait for ever, and so would another provider."""
+    calls: list[tuple[str, ...]] = []
+    refuse = [lambda name, words: calls.append((name,)) or 0, None]
+    begun = time.monotonic()
+    ballots = run([FakeMachine()] * 2, channels=1, priority_greatest=0, arrival_s=0.1, is_left=True, refuse=refuse)[0]
+    assert time.monotonic() - begun < 4
+    with pytest.raises(CapabilityMissing, match=r"no provider works: fabric: rank 0 .* did not end within"):
+        choose(ballots)
+    for name in EVERY[1:]:
+        assert "a stream of this device is blocked for good" in ballots[0].probe(name).words
+    names = [name for (name,) in calls]
+    armed = names.index("cuStreamBatchMemOp")
+    assert not SYNCHRONISING & set(names[armed:]), SYNCHRONISING & set(names[armed:])
+
+
+def test_a_slow_ring_has_the_time_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    """As when two processes take turns on a device: it is not fast, and it works; how long it took is in the log."""
+
+    def kernels() -> dict[bytes, tuple[str, Any]]:
+        codes, store = fake_kernels()[b"doorbell_write_kernel"]
+        begun: dict[int, float] = {}
+
+        def slow(grid: Any, block: Any, shared: int, words: list[Any]) -> bool:
+            if time.monotonic() - begun.setdefault(words[0], time.monotonic()) < 0.2:
+                return False
+            store(grid, block, shared, words)
+            return True
+
+        return {b"doorbell_write_kernel": (codes, slow)}
+
+    with caplog.at_level("INFO"):
+        ballots = run([FakeMachine()] * 2, kernels=[kernels(), kernels()])[0]
+        assert choose(ballots).provider == "fabric"
+        assert "fabric: a wait for rings that came ended within " in caplog.text
+        late = run([FakeMachine()] * 2, kernels=[kernels(), kernels()], arrival_s=0.05)[0]
+    assert "did not end within" in " ".join(late[0].probe("fabric").failed.values())
 
 
 def test_a_ring_that_arrives_changed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +312,7 @@ def test_an_error_at_any_call_of_one_rank_is_in_the_vote_and_leaves_nothing() ->
             return 999 * (next(index) == at and name not in {"cuDevicePrimaryCtxRelease", "cuStreamDestroy"})
 
         try:
-            ballots = run([machine, machine], refuse=[None, refuse])[0]
+            ballots = run([machine, machine], refuse=[None, refuse], arrival_s=0.5)[0]
         except AssertionError as error:
             if "DriverError" in str(error):  # the device itself could not be opened
                 continue
@@ -270,7 +327,7 @@ def test_an_error_at_any_call_of_one_rank_is_in_the_vote_and_leaves_nothing() ->
 
 def test_a_gather_that_fails_leaves_nothing() -> None:
     fake = FakeDriver(kernels=fake_kernels())
-    for last in range(4):
+    for last in range(3 * len(EVERY) + 1):
         count = itertools.count()
 
         def gather(mine: bytes, count: Any = count, last: int = last) -> list[bytes]:
@@ -284,7 +341,7 @@ def test_a_gather_that_fails_leaves_nothing() -> None:
             assert fake.leaks() == {"contexts": 1}
 
 
-@pytest.mark.parametrize("last", range(4))
+@pytest.mark.parametrize("last", range(3 * len(EVERY) + 1))
 def test_a_peer_that_dies_in_between_leaves_nothing_blocked(last: int) -> None:
     """What is given back waits for the device, so the streams that wait for the peer's rings are released first."""
     machine = FakeMachine()
@@ -407,7 +464,7 @@ def voted(
             hub.start(Hello(entry=entry, world=world, fingerprint={}), 20)
             if rank == quits:
                 hub.gather(
-                    msgspec.msgpack.encode([b"", b"", b""]), 20
+                    msgspec.msgpack.encode({"provider": "fabric", "ticket": b""}), 20
                 )  # takes part in the first round, and is gone in the second
                 hub.close()
             with Device(Driver(fakes[rank]), 0) as device:
@@ -484,7 +541,11 @@ def test_the_ballot_of_a_large_world_fits_into_an_offer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"), [(b"\x90", "rank 1 tries 0 providers, this rank 3"), (b"\xc1", "rank 1 sent what is no part")]
+    ("part", "said"),
+    [
+        (msgspec.msgpack.encode({"provider": "nccl", "ticket": b""}), "rank 1 tries nccl, this rank fabric"),
+        (b"\xc1", "rank 1 sent what is no part"),
+    ],
 )
 def test_what_no_rank_of_this_version_sends_is_refused(part: bytes, said: str) -> None:
     fake = FakeDriver(kernels=fake_kernels())

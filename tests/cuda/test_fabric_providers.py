@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +45,31 @@ UNMAPPING = {"cuMemUnmap", "cuIpcCloseMemHandle", "cuMemFree"}
 every_provider = pytest.mark.parametrize("name", CUDA)
 
 
-@pytest.fixture(params=["host", *CUDA])
+#: On a device both ranks of the contract are in one process, which cannot open a legacy handle of its own.
+ON_A_GPU = [pytest.param(f"gpu-{name}", marks=pytest.mark.gpu) for name in ("fabric", "posix_fd")]
+
+
+@contextlib.contextmanager
+def gpu_pair(name: str) -> Iterator[list[CudaSlabs]]:
+    layout = make_layout(2)
+    with contextlib.ExitStack() as stack:
+        try:
+            device = stack.enter_context(Device(Driver(), 0))
+        except FabricError as error:
+            pytest.skip(f"no GPU to run on: {error}")
+        make = PROVIDERS[name]
+        try:
+            with make(make_layout(1), device=device, rank=0, incarnation="i0") as alone:
+                alone.create()
+        except DriverError as error:
+            pytest.skip(f"no {name} here: {error.words}")
+        slabs = [stack.enter_context(make(layout, device=device, rank=r, incarnation=f"i{r}")) for r in range(2)]
+        yield slabs
+        for one in slabs:
+            one.close_peers()
+
+
+@pytest.fixture(params=["host", *CUDA, *ON_A_GPU])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     """Two providers of a world of two, none created."""
     if request.param == "host":
@@ -54,6 +80,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
         for one in slabs:
             one.close()
         assert not [name for name in os.listdir("/dev/shm") if fleet in name]
+    elif request.param.startswith("gpu-"):
+        with gpu_pair(request.param.removeprefix("gpu-")) as made:
+            yield made
     else:
         with fake_world(request.param) as ranks:
             yield [rank.slabs for rank in ranks]
@@ -138,7 +167,7 @@ def test_after_a_failure_peers_still_go_first_and_the_owner_keeps_its_memory(pai
         peer.open(entry_of(owner, incarnation="older"))
     there = peer.open(entry_of(owner))
     addresses = [there.address, own.address]
-    if isinstance(peer, CudaSlabs):
+    if isinstance(peer, CudaSlabs) and isinstance(peer.device.driver.api, FakeDriver):
         fake = peer.device.driver.api
         begun = len(fake.calls)
         fake.refuse = lambda call, _: 999 * (call in {"cuMemUnmap", "cuIpcCloseMemHandle"} and len(fake.calls) % 2)
@@ -241,6 +270,66 @@ def test_two_regions_of_a_slab_take_one_import_and_one_mapping(name: str) -> Non
         assert sum(names.count(each) for each in imports) == 1
         regions = owner.slabs.layout.regions.values()
         assert all(peer.fake.is_imported(there.address + each.offset, max(each.nbytes, 1)) for each in regions)
+
+
+@pytest.mark.parametrize("name", ["fabric", "posix_fd"])
+def test_a_slab_is_a_whole_number_of_recommended_granules(name: str) -> None:
+    """The least granularity would do for cuMemCreate, with small pages that the device translates one by one."""
+    with fake_world(name) as (owner, _):
+        owner.slabs.create()
+        (size,) = (call.arguments[0] for call in owner.fake.calls if call.name == "cuMemCreate")
+        assert size == owner.slabs.nbytes >= owner.slabs.layout.nbytes
+        assert size % GRANULARITY == 0
+
+
+@pytest.mark.parametrize("name", ["fabric", "posix_fd"])
+def test_a_mapping_is_opened_to_its_own_device_to_read_and_write(name: str) -> None:
+    machine = FakeMachine(gpus=[FakeGpu(), FakeGpu()])
+    with fake_world(name, machines=lambda _: machine) as (owner, peer):
+        owner.slabs.create()
+        peer.slabs.open(entry_of(owner.slabs))
+        for rank in (owner, peer):
+            (mapping,) = rank.fake._mapped.values()
+            assert mapping.access == {0: 3}
+
+
+@every_provider
+def test_all_is_in_memory_when_create_returns(name: str) -> None:
+    """A peer looks with a stream that is not ordered against ours: what is still queued then comes too late."""
+    with fake_world(name) as (owner, _):
+        slab = owner.slabs.create()
+        assert owner.fake._default == deque()
+        seen = np.frombuffer(ctypes.string_at(slab.address, HEADER.itemsize), HEADER)
+        assert seen == make_header(owner.slabs.layout, 0, "i0")
+        assert not any(ctypes.string_at(slab.address + HEADER.itemsize, slab.nbytes - HEADER.itemsize))
+
+
+# ---- the likeness of the fake ------------------------------------------------------------------------------------
+def test_the_fake_keeps_stores_from_what_may_only_be_read() -> None:
+    with fake_world("fabric") as (owner, _):
+        slab = owner.slabs.create()
+        driver, real = owner.device.driver, owner.device.driver.api
+        access = real.CUmemAccessDesc()
+        access.location.type = real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.flags = real.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        driver.cuMemSetAccess(slab.address, owner.slabs.nbytes, [access], 1)
+        assert slab.read(0, 8)
+        with pytest.raises(DriverError, match="cuMemcpyHtoD -> 700"):
+            slab.write(0, b"x")
+        with pytest.raises(DriverError, match="cuMemsetD8 -> 700"):
+            driver.cuMemsetD8(slab.address, 0, 8)
+        access.location.id = 7
+        with pytest.raises(DriverError, match="cuMemSetAccess -> 101"):
+            driver.cuMemSetAccess(slab.address, owner.slabs.nbytes, [access], 1)
+
+
+def test_the_fake_runs_a_memset_when_somebody_waits_for_it() -> None:
+    with fake_world("cuda_ipc") as (owner, _):
+        slab, driver = owner.slabs.create(), owner.device.driver
+        driver.cuMemsetD8(slab.address, 7, 8)
+        assert ctypes.string_at(slab.address, 8) != b"\7" * 8
+        driver.cuCtxSynchronize()
+        assert ctypes.string_at(slab.address, 8) == b"\7" * 8
 
 
 # ---- every call fails once -----------------------------------------------------------------------------------------

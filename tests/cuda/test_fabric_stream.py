@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -85,7 +85,6 @@ def test_a_superstep_neither_compiles_nor_allocates_nor_synchronises(bench: Benc
     stream, memory = bench.stream, bench.memory
     table = np.array([memory + 4096], np.uint64)
     ctypes.memmove(memory + 512, table.ctypes.data, 8)
-    stream.zero(memory, 8)  # a first entry binds the context to this thread
     begun = len(bench.fake.calls)
     for layer in range(50):
         stream.zero(memory, 256)
@@ -95,8 +94,9 @@ def test_a_superstep_neither_compiles_nor_allocates_nor_synchronises(bench: Benc
         stream.wait_value((memory + 4096, layer + 1))
         stream.write_value(memory + 4224, layer)
     names = bench.fake.names(begun)
-    assert len(names) == 300  # one call per entry
-    assert set(names) == SUPERSTEP
+    assert len(names) == 600  # each entry binds the context and is one more call
+    assert set(names[::2]) == {"cuCtxSetCurrent"}
+    assert set(names[1::2]) == SUPERSTEP - {"cuCtxSetCurrent"}
     assert stream.is_done()
     assert read_word(memory + 4096) == 50
 
@@ -166,6 +166,51 @@ def test_a_stream_works_in_a_thread_that_never_saw_the_context(bench: Bench) -> 
     thread.join(10)
     assert errors == []
     assert read_word(bench.memory) == 3
+
+
+def test_a_stream_works_in_threads_one_after_another() -> None:
+    """The identity of a thread that has ended is given to the next one, which has no context."""
+    with ExitStack() as stack:
+        bench = Bench(stack, [ODD, doorbell_write_kernel])
+        identities: set[int | None] = set()
+        errors: list[BaseException] = []
+
+        def run(value: int) -> None:
+            identities.add(threading.get_ident())
+            try:
+                bench.stream.write_value(bench.memory, value)
+            except BaseException as error:
+                errors.append(error)
+
+        for value in range(1, 9):
+            thread = threading.Thread(target=run, args=(value,))
+            thread.start()
+            thread.join(10)
+            assert errors == []
+            assert read_word(bench.memory) == value
+        assert len(identities) < 8, "no identity was given twice, so this test shows nothing"
+
+
+ENTRIES: dict[str, Callable[[Bench], object]] = {
+    "launch": lambda bench: bench.stream.launch(ODD, 1, 1, 0, 1, 0, -1.0, 0, 0, 0.0, 0),
+    "wait_value": lambda bench: bench.stream.wait_value((bench.memory, 0)),
+    "write_value": lambda bench: bench.stream.write_value(bench.memory, 1),
+    "copy": lambda bench: bench.stream.copy(bench.memory + 8, bench.memory, 8),
+    "zero": lambda bench: bench.stream.zero(bench.memory, 8),
+    "is_done": lambda bench: bench.stream.is_done(),
+    "close": lambda bench: bench.stream.close(),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_context_that_a_library_made_current_in_between_is_not_used(entry: str) -> None:
+    with ExitStack() as stack:
+        bench = Bench(stack, [ODD, doorbell_write_kernel], machine=FakeMachine(gpus=[FakeGpu(), FakeGpu()]))
+        foreign = stack.enter_context(Device(Driver(bench.fake), 1))
+        bench.stream.zero(bench.memory, 8)
+        foreign.bind()
+        ENTRIES[entry](bench)
+        assert bench.fake._current.context == bench.device.context != foreign.context
 
 
 def test_streams_are_not_ordered_against_the_default_stream(bench: Bench) -> None:

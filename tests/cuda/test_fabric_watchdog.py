@@ -16,7 +16,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from helpers.cuda_world import Rank, entry_of, fake_world, image
 from whalez.errors import DoorbellTimeout, FabricError
 from whalez.fabric.cuda.doorbell import RELEASED, BellMemory, DeviceBells, Peers, is_reached
-from whalez.fabric.cuda.driver import DriverError
+from whalez.fabric.cuda.driver import STICKY, DriverError
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
 from whalez.fabric.cuda.stream import CudaStream, KernelSet
 from whalez.fabric.cuda.watchdog import Watchdog
@@ -221,13 +221,50 @@ def test_a_peers_memory_that_cannot_be_read_any_more_does_not_stop_the_report() 
         size = first.rank.slabs.layout.nbytes
 
         def gone(name: str, arguments: tuple[Any, ...]) -> int:
-            return 719 * (name == "cuMemcpyDtoHAsync" and theirs <= arguments[1] < theirs + size)
+            return 1 * (name == "cuMemcpyDtoHAsync" and theirs <= arguments[1] < theirs + size)
 
         first.fake.refuse = gone
         first.bells.wait(BELL_DATA, Peers.of([1]), 5, layer=3)
         with pytest.raises(DoorbellTimeout, match="rank 1's data doorbell"):
             first.watchdog.join(stuck_s=0.1, slice_s=0.02)
         first.fake.refuse = None
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuStreamQuery"])
+@pytest.mark.parametrize("code", sorted(STICKY))
+def test_a_context_that_is_lost_while_looking_is_not_a_time_out(call: str, code: int) -> None:
+    """Nobody failed to ring: this rank is broken, and must not be told as the fault of a peer."""
+    with make(2) as world:
+        first = world[0]
+        other = first.watchdog._other.handle
+        first.bells.wait(BELL_DATA, Peers.of([1]), 5)
+        first.fake.refuse = lambda name, words: code * (name == call and words[-1] == other)
+        with pytest.raises(DriverError, match=rf"{call} -> {code} CUDA_ERROR_") as caught:
+            first.watchdog.join(stuck_s=0.1, slice_s=0.02)
+        assert caught.value.advice
+        first.fake.refuse = None
+        assert first.watchdog.release(1.0)
+
+
+def test_no_copy_is_queued_behind_one_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(2) as world:
+        first = world[0]
+        queue = first.fake._streams[first.watchdog._other.handle].queue
+        queue.append(("a copy that does not end", lambda: False))
+        begun = len(first.fake.calls)
+        assert not first.watchdog._fetch(0, first.bells.addresses[0], 8, bound_s=0.01)
+        first.watchdog._state()
+        assert "cuMemcpyDtoHAsync" not in first.fake.names(begun)
+        queue.clear()
+        assert first.watchdog._fetch(0, first.bells.addresses[0], 8)
+        slow = threading.Event()
+        original = first.fake._enqueue
+        monkeypatch.setattr(first.fake, "_enqueue", lambda s, label, work: original(s, label, slow.is_set))
+        begun = len(first.fake.calls)
+        assert not first.watchdog._fetch(0, first.bells.addresses[0], 8, bound_s=0.01)
+        assert not first.watchdog._fetch(0, first.bells.addresses[0], 8, bound_s=0.01)
+        assert first.fake.names(begun).count("cuMemcpyDtoHAsync") == 1
+        slow.set()
 
 
 def test_watching_neither_allocates_nor_synchronises_nor_touches_the_blocked_stream() -> None:

@@ -48,7 +48,7 @@ class Case:
             self.weight.address,
             out.address,
             out.stride,
-            self.scratch.ctypes.data,
+            devices.at(self.scratch),
             self.rows,
             self.width,
         )
@@ -87,7 +87,7 @@ def check_decode(requests, width, gap=0, in_place=False, order="forward", stream
         x.stride,
         tails.address,
         tails.stride,
-        slots.ctypes.data,
+        devices.at(slots),
         weight.address,
         out.address,
         out.stride,
@@ -188,13 +188,13 @@ def test_decode_continues_a_prefill():
     case, stream = Case(70, 8), devices.Stream()
     conv.short_conv(
         stream, case.x.address, 8, case.tail.address, case.tail.address, case.weight.address, case.x.address, 8,
-        case.scratch.ctypes.data, 66, 8,
+        devices.at(case.scratch), 66, 8,
     )  # fmt: skip
     slots = devices.zeros(1, np.int64)
     for t in range(66, 70):
         at = case.x.address + 16 * t
         conv.short_conv_decode(
-            stream, at, 8, case.tail.address, 24, slots.ctypes.data, case.weight.address, at, 8, 1, 8
+            stream, at, 8, case.tail.address, 24, devices.at(slots), case.weight.address, at, 8, 1, 8
         )
     performed(stream)
     np.testing.assert_array_equal(case.x.values.view(np.uint16), wanted.view(np.uint16))
@@ -209,7 +209,7 @@ def far_conv(folder, stream, rows=2, width=8):
     space = sparse(folder / "rows", rows, FAR)
     near = Case(rows, width)
     space[:, :width] = near.x.values.view(np.uint16)
-    at = space.ctypes.data
+    at = devices.at(space)
     conv.short_conv(
         stream, at, FAR, near.tail.address, near.next_tail.address, near.weight.address, at, FAR, 0, rows, width
     )
@@ -228,7 +228,7 @@ def far_decode(folder, stream):
     slots = devices.array([1], np.int64)
     wanted, after = naive.short_conv(case.x.values.astype(float), before, case.weight.values)
     conv.short_conv_decode(
-        stream, case.x.address, 8, tails.ctypes.data, FAR, slots.ctypes.data, case.weight.address,
+        stream, case.x.address, 8, devices.at(tails), FAR, devices.at(slots), case.weight.address,
         case.out.address, 8, 1, 8,
     )  # fmt: skip
     performed(stream)
@@ -265,8 +265,8 @@ def test_a_halo_behind_2_31_elements(tmp_path):
         space[:, :8] = case.x.values.view(np.uint16)
         to, stream = (space if in_place else out), devices.Stream()
         conv.short_conv(
-            stream, space.ctypes.data, stride, case.tail.address, case.next_tail.address, case.weight.address,
-            to.ctypes.data, stride, case.scratch.ctypes.data, 65, 8,
+            stream, devices.at(space), stride, case.tail.address, case.next_tail.address, case.weight.address,
+            devices.at(to), stride, devices.at(case.scratch), 65, 8,
         )  # fmt: skip
         performed(stream)
         assert_bf16_near(np.array(to[:, :8]).view(BF16), case.wanted, slack=4e-6)

@@ -42,14 +42,14 @@ def check_pages(count, width=12, gap=0, start=0, page=64, order="forward", strea
     naive_latent_append(rows.values.view(np.uint16), wanted.view(np.uint16), pages, start)
     stream = stream or devices.Stream()
     latent.latent_append(
-        stream, rows.address, rows.stride, pool.address, pages.ctypes.data, pages_count, start, count, page, width
+        stream, rows.address, rows.stride, pool.address, devices.at(pages), pages_count, start, count, page, width
     )
     performed(stream, order)
     assert pool.values.tobytes() == wanted.tobytes()  # the poison of all other rows included
 
     out = Rows.poisoned(count, width, gap=gap + 8, beyond=1)
     latent.latent_gather(
-        stream, pool.address, pages.ctypes.data, pages_count, start, count, out.address, out.stride, page, width
+        stream, pool.address, devices.at(pages), pages_count, start, count, out.address, out.stride, page, width
     )
     performed(stream, order)
     assert out.values.tobytes() == rows.values.tobytes()
@@ -69,7 +69,7 @@ def check_decode(requests, width=12, gap=0, page=4, order="forward", stream=None
         naive_latent_append(one, wanted.view(np.uint16), table.values[b], int(positions[b]))
     stream = stream or devices.Stream()
     latent.latent_append_decode(
-        stream, rows.address, rows.stride, pool.address, table.address, table.stride, positions.ctypes.data,
+        stream, rows.address, rows.stride, pool.address, table.address, table.stride, devices.at(positions),
         requests, page, width,
     )  # fmt: skip
     performed(stream, order)
@@ -142,7 +142,7 @@ class FarPages:
 
     def check(self, stream):
         self.pool[59_999], self.pool[3] = 0, 0
-        at, pages = self.pool.ctypes.data, self.pages.ctypes.data
+        at, pages = devices.at(self.pool), devices.at(self.pages)
         latent.latent_append(stream, self.rows.address, 576, at, pages, 2, 63, 2, 64, 576)
         out = Rows.poisoned(2, 576)
         latent.latent_gather(stream, at, pages, 2, 63, 2, out.address, 576, 64, 576)
@@ -153,9 +153,9 @@ class FarPages:
 
     def check_decode(self, stream):
         self.pool[59_999] = 0
-        at, positions = self.pool.ctypes.data, devices.array([63], np.int64)
+        at, positions = devices.at(self.pool), devices.array([63], np.int64)
         latent.latent_append_decode(
-            stream, self.rows.address, 576, at, self.pages.ctypes.data, 2, positions.ctypes.data, 1, 64, 576
+            stream, self.rows.address, 576, at, devices.at(self.pages), 2, devices.at(positions), 1, 64, 576
         )
         performed(stream)
         assert np.array(self.pool[59_999, -576:]).tobytes() == self.rows.values[0].tobytes()

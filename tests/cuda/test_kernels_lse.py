@@ -214,7 +214,7 @@ def far_merge(folder, dtype, stream):
     near = Sides.drawn(2, 3, 20, dtype)
     acc[:, :60], part[:, :60] = near.acc.values.reshape(2, 60), near.part.values.reshape(2, 60)
     lse.lse_merge(
-        stream, acc.ctypes.data, FAR, near.acc_lse.address, part.ctypes.data, FAR, near.part_lse.address, 2, 3, 20,
+        stream, devices.at(acc), FAR, near.acc_lse.address, devices.at(part), FAR, near.part_lse.address, 2, 3, 20,
         part_is_bf16=dtype == BF16,
     )  # fmt: skip
     performed(stream)
@@ -226,7 +226,7 @@ def far_finalise(folder, stream):
     values = np.random.default_rng(0).standard_normal((2, 60))
     acc[:, :60] = values
     acc_lse = Rows(np.zeros((2, 3)), np.float32)
-    lse.lse_finalise(stream, acc.ctypes.data, FAR, acc_lse.address, out.ctypes.data, FAR, 2, 3, 20)
+    lse.lse_finalise(stream, devices.at(acc), FAR, acc_lse.address, devices.at(out), FAR, 2, 3, 20)
     performed(stream)
     np.testing.assert_array_equal(np.array(out[:, :60]).view(BF16).astype(float), rounded(values))
 

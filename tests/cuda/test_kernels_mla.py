@@ -17,6 +17,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from helpers import devices
 from helpers.mutate import MutantStream, assert_caught, changes, mutate, seeds
 from whalez.errors import ShapeError
+from whalez.fabric.cuda.driver import DEFAULT_STREAM
 from whalez.ops.device.compile import compile_cubin, resource_usage, sass_opcodes
 from whalez.ops.device.kernel import KERNELS
 from whalez.ops.mla.cuda import (
@@ -66,7 +67,7 @@ def floats(array):
 
 
 def at(array):
-    return array.ctypes.data
+    return devices.at(array)
 
 
 def assert_near(got, want, plain, unit):
@@ -190,11 +191,47 @@ def test_scores_far_apart(turn):
     case.check(devices.Stream())
 
 
+DEPTH = 260_000  # tokens
+
+
+def head_values(heads):
+    """One value a head, 96 distinct ones, whose mean over any number of equal keys up to DEPTH is exact in f32.
+
+    A value has 5 significant bits and a count of keys 18, so every partial sum has at most 23, and f32 holds 24.
+    """
+    i = np.arange(heads)
+    return np.where(i % 2, -1, 1) * (31.0 - i // 6) * 2.0 ** (i // 2 % 3 - 5)
+
+
+def inexact_means(values, depth):
+    """Counts of equal keys up to `depth` at which a partial sum or the kernel's quotient is not the exact one."""
+    keys = np.arange(1, depth + 1)
+    divisor = keys.astype(np.float32)
+    inverse = np.float32(1) / divisor
+    wrong = np.zeros(depth, bool)
+    for value in values:
+        sums = np.cumsum(np.full(depth, value, np.float32), dtype=np.float32)
+        quotient = sums * inverse
+        left = (sums - quotient.astype(np.float64) * divisor).astype(np.float32)  # exact before it is rounded
+        quotient = (quotient + left.astype(np.float64) * inverse).astype(np.float32)
+        wrong |= (sums != keys * value) | (quotient != value)
+    return keys[wrong]
+
+
+@pytest.mark.no_gpu
+def test_the_values_of_the_depth_tests_have_exact_means():
+    values = head_values(96)
+    assert len(set(values)) == 96
+    np.testing.assert_array_equal(values, rounded(values))
+    assert not len(inexact_means(values, DEPTH))
+    assert len(inexact_means(rounded([2.9]), DEPTH))  # 8 bits: too many
+
+
 def uniform_case(dims, t, s, heads, **others):
-    """Equal keys, and one value a head, of seven bits: sums of any number of them that f32 can hold are exact."""
+    """Equal keys, and one value a head, so that a right result has no error at all."""
     case = Attend.draw(dims, t, s, heads, s - t, **others)
     case.q[:], case.kv[:], case.kr[:] = rounded(0.7), rounded(0.3), rounded(0.3)
-    case.kv[:, :, dims[0] :] = np.array([3.0, -5.5, 0.8203125])[:heads, None]
+    case.kv[:, :, dims[0] :] = head_values(heads)[:, None]
     return case
 
 
@@ -241,7 +278,7 @@ class Deep:
         first = self.KEYS - self.QUERIES
         case = uniform_case(FULL, self.QUERIES, self.KEYS, 1)
         case.q = np.repeat(case.q, self.HEADS, 1)
-        values = rounded(np.linspace(-3, 3, self.HEADS))
+        values = head_values(self.HEADS)
         case.kv = np.repeat(case.kv, self.HEADS, 1)
         case.kv[:, :, 128:] = values[:, None]
         for name, content in (("kv", case.kv), ("kr", case.kr), ("q", case.q)):
@@ -284,7 +321,7 @@ def whole_depth(device, tokens, heads, run):
     run: performs a stream that was told of the launch
     """
     nope, shared, value = FULL
-    values = rounded(np.linspace(-3, 3, heads))
+    values = head_values(heads)
     kv_row, q_row = np.empty((heads, nope + value)), np.full((heads, nope + shared), rounded(0.7))
     kv_row[:, :nope], kv_row[:, nope:] = rounded(0.3), values[:, None]
     patterns = [np.asarray(row, np.float32).astype(BF16).view(np.uint16) for row in (q_row, kv_row)]
@@ -299,6 +336,7 @@ def whole_depth(device, tokens, heads, run):
         for address, pattern in zip((q, kv, kr), patterns, strict=True):
             fill(device, address, pattern, tokens)
         driver.cuMemsetD8(out, 0xFF, out_row * tokens)
+        driver.cuStreamSynchronize(DEFAULT_STREAM)  # the streams of kernels do not wait for it
         stream = devices.Stream()
         mla_attend(
             stream, q, kv, kr, out, lse, queries=tokens, keys=tokens, heads=heads, dims=FULL, q_start=0, causal=True,
@@ -320,7 +358,7 @@ def test_depth_of_260_000_tokens_in_full(request, device):
     """All of it on a GPU: 36 GB, 1e15 products. Without one, 70 tokens over the fake driver."""
     with ExitStack() as stack:
         if request.node.callspec.params["device"] == "gpu":
-            made, tokens, heads = request.getfixturevalue("gpu"), 260_000, 96
+            made, tokens, heads = request.getfixturevalue("gpu"), DEPTH, 96
             free, _ = made.device.driver.cuMemGetInfo()
             if free < 40e9:
                 pytest.skip(f"260,000 tokens x 96 heads take 36 GB, {free / 1e9:.0f} GB are free")

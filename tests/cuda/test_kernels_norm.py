@@ -166,7 +166,7 @@ class FarRows:
     def check(self, call, wanted, stream):
         near = Rows(self.x)
         self.space[:, :64] = near.values.view(np.uint16)
-        call(stream, self.space.ctypes.data, self.STRIDE)
+        call(stream, devices.at(self.space), self.STRIDE)
         performed(stream)
         assert_bf16_near(np.array(self.space[:, :64]).view(near.dtype), wanted(near.values.astype(float)))
 

@@ -27,6 +27,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
+from helpers import devices
 from helpers.device_layers import Gang, Member
 from helpers.device_rows import BF16
 from helpers.solo import no_decodes
@@ -46,6 +47,8 @@ from whalez.ops.latent import latent_norm
 from whalez.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from whalez.parallel.context import LocalSpan, WindowMap
 from whalez.testing import simt
+
+pytestmark = pytest.mark.usefixtures("device")  # the harness, and a GPU with -m gpu: members are streams of one
 
 F32 = np.float32
 ATTENTION_WINDOW = 96
@@ -270,6 +273,7 @@ def assert_cut_near(layer: int, got: Result, alone: Result, bounds: tuple[int, .
         assert rms(got.mixed[a:b] - alone.mixed[a:b]) <= allowed * rms(alone.mixed[a:b])
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("layer", [0, 2])
 def test_plain_rounds_the_host_s_own_layer(model: Model, layer: int) -> None:
     """With nothing rounded it gives what the host gives, up to the order of f32 sums."""
@@ -289,6 +293,23 @@ def test_a_layer_equals_the_host(model: Model, layer: int, order: str) -> None:
         got = performed(model, gang, layer, order)
         assert_near(model, layer, got, gang[1])
         assert_cut_near(layer, got, alone, gang[1])
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_gang_is_streams_of_one_device(model: Model, layer: int) -> None:
+    """As a GPU would run it, over the driver that is not there: the same bits as in the harness."""
+    want = performed(model, PAIR, layer)
+    with contextlib.ExitStack() as stack:
+        fake = devices.FakeGpu(stack)
+        stack.callback(fake.close)
+        with devices.used(fake):
+            got = performed(model, PAIR, layer)
+    np.testing.assert_array_equal(got.mixed, want.mixed)
+    for name, value in want.left.items():
+        np.testing.assert_array_equal(got.left[name], value)
+    heart = {"kda": "kda_scan_", "mla": "mla_attend_"}[kind_of(layer)]
+    assert any(name.startswith(heart) for name in fake.launched)
 
 
 @pytest.mark.parametrize("window", [40, 64, 150])
@@ -375,6 +396,7 @@ def named(error: DoorbellTimeout) -> tuple[int, str, str]:
     return error.peer, error.kind, error.where
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("layers", "beat", "rank", "windows", "wanted"), LEFT_OUT)
 def test_a_ring_that_is_left_out_is_reported_with_rank_and_window(
     model: Model, monkeypatch: pytest.MonkeyPatch, layers: Any, beat: str, rank: int, windows: set[int], wanted: Any
@@ -397,6 +419,7 @@ def test_a_later_ring_stands_for_one_that_is_left_out(model: Model, monkeypatch:
     queued.check()
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize(("layer", "window"), [(0, 0), (0, 1), (2, 4)], ids=["halo", "package", "latent"])
 def test_a_slow_writer_is_waited_for(
@@ -417,6 +440,7 @@ def test_a_slow_writer_is_waited_for(
         queued.check()
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize(
     ("layers", "window", "next_window"),

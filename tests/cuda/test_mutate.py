@@ -15,7 +15,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from numba import cuda
 
 from helpers import devices
-from helpers.mutate import SEEDED, assert_caught, mutate, seeds, source_of
+from helpers.mutate import SEEDED, assert_caught, changes, is_quick, mutate, seeds, source_of
 from whalez.ops.device.kernel import KERNELS, Kernel
 from whalez.ops.device.types import f32, f32p, i64
 from whalez.testing import simt
@@ -124,6 +124,31 @@ def test_every_kernel_has_a_seeded_mistake():
         importlib.import_module(path.stem)
     ours = {source_of(kernel) for kernel in devices.all_kernels() if kernel.function.__module__.startswith("whalez.")}
     assert ours and ours - SEEDED.keys() == set()
+    late = {source for source in ours if not any(map(is_quick, SEEDED[source]))}
+    assert not late, "no mistake in these is seeded before the long tier"
+
+
+SLOW = pytest.param("n", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("decorators", "wanted"),
+    [
+        ([], True),
+        ([pytest.mark.slow], False),
+        ([changes({}, {}, quick=1)], True),
+        ([changes({}, {}, quick=0)], False),
+        ([changes({}, {}), pytest.mark.parametrize("kernel", ["m", "n"])], True),
+        ([changes({}, {}), pytest.mark.parametrize("kernel", ["m", SLOW])], False),  # that kernel has none
+    ],
+)
+def test_what_is_quick(decorators: list[Any], wanted: bool) -> None:
+    def test() -> None:
+        pass
+
+    for each in decorators:
+        test = each(test)
+    assert is_quick(test) == wanted
 
 
 def test_a_test_that_seeds_nothing_fails():
@@ -138,4 +163,4 @@ def test_a_test_that_seeds_nothing_fails():
     honest()
     with pytest.raises(AssertionError, match="seeded nothing"):
         idle()
-    assert SEEDED.pop(source_of(KERNEL)) == ["honest", "idle"]
+    assert [test.__name__ for test in SEEDED.pop(source_of(KERNEL))] == ["honest", "idle"]

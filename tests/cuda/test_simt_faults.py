@@ -253,6 +253,27 @@ def test_cp_async_must_be_aligned_inside_shared_and_readable():
         assert line_of(k, "cp_async_16") in said  # where it was issued, not where it was waited for
 
 
+def dynamic_copy(alignment):
+    def k(p):
+        s = cuda.shared.array(0, uint32, alignment)
+        cp_async_16(uint32(shared_u32(s)), uint64(p))
+        cp_async_commit()
+        cp_async_wait_0()
+
+    return k
+
+
+@pytest.mark.parametrize(("alignment", "is_right"), [(None, False), (8, False), (16, True), (128, True)])
+def test_dynamic_shared_memory_is_aligned_as_declared_and_no_better(alignment, is_right):
+    x = simt.zeros(4, "u4", align=16)
+    k_ = simt.jit(dynamic_copy(alignment), (uint64,))
+    if is_right:
+        k_[1, 1, 0, 64](x.ctypes.data)
+    else:
+        with pytest.raises(simt.SimtError, match=r"misaligned access: cp\.async"):
+            k_[1, 1, 0, 64](x.ctypes.data)
+
+
 def test_shared_memory_ends_at_a_fault():
     def k(o, i):
         s = cuda.shared.array(32, float32)

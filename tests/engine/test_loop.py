@@ -266,8 +266,8 @@ def test_a_request_may_fill_the_context_to_the_last_token(start: Callable[..., O
     end = _run_dry(one)["r"]
     assert isinstance(end, Done) == taken
     if isinstance(end, Failed):
-        assert (end.kind, end.param) == ("invalid", "prompt")
-        assert "256" in end.reason and "251 + 6" in end.reason
+        assert (end.kind, end.param) == ("invalid", "max_tokens")
+        assert "expected at most 5 after a prompt of 251 tokens, got 6" in end.reason
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(start: Callable[..., One]) -> None:

@@ -1,4 +1,6 @@
-"""KDA and MLA layers of a gang on emulated devices: one queue per member, real slabs, real doorbells, real kernels.
+"""KDA and MLA layers of a gang on devices: one queue per member, real slabs, real doorbells, real kernels.
+
+On a GPU the members are streams of one device; in the harness, ranks that run in turns.
 
 The device's twin of Forward and GangSpan: the same steps in the same order, queued instead of done.
 Between the kernels only the matrix products are stand-ins. What lies in a slab's `halo` and `latent` is bf16 here and
@@ -15,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from helpers import devices
 from helpers.device_rows import BF16
+from helpers.devices import at
 from whalez.errors import DoorbellTimeout
 from whalez.fabric.cuda.doorbell import DeviceBells, Peers, bell_tables
 from whalez.fabric.cuda.kernels import REPORT_BYTES
@@ -29,16 +33,11 @@ from whalez.ops.latent.cuda import latent_append, latent_gather, latent_norm
 from whalez.ops.mla.cuda import Window, mla_attend_context
 from whalez.ops.norm.cuda import gated_rms_norm, l2_norm, rms_norm
 from whalez.parallel.context import WindowMap
-from whalez.testing import simt
 from whalez.testing.simt.machine import read_u64
 from whalez.testing.simt.queue import WaitEntry, reached
 
 F32 = np.float32
 PAGE_TOKENS = 16
-
-
-def at(array: np.ndarray) -> int:
-    return int(array.ctypes.data)
 
 
 class Gang:
@@ -75,7 +74,7 @@ class Gang:
                 latent_width=config.latent_width,
             )
         )
-        self.slabs = [simt.empty(self.layout.nbytes, np.uint8, align=4096) for _ in ranks]  # regions start as NaN
+        self.slabs = [devices.empty(self.layout.nbytes, np.uint8, align=4096) for _ in ranks]  # regions start as NaN
         for name in ("bells", "progress"):
             for rank in range(world):
                 self.region(rank, name)[...] = 0
@@ -91,7 +90,7 @@ class Gang:
         return at(self.slabs[rank]) + self.layout.offset_of(name)
 
     def perform(self, order: str = "forward") -> None:
-        simt.run_queues(self.streams, order=order)
+        devices.run_queues(self.streams, order=order)
 
     def blocked(self) -> dict[int, DoorbellTimeout]:
         """By rank, the doorbell that its queue stands at, in the words of a wait that was given up."""
@@ -116,8 +115,8 @@ class Member:
         self.tails: dict[int, np.ndarray] = {}
         self.pools: dict[int, np.ndarray] = {}
         pages = -(-gang.bounds[-1] // PAGE_TOKENS)
-        self.pages = simt.array(np.random.default_rng(pages).permutation(pages + 2)[:pages], np.int32)
-        self.stream = simt.SimtStream(self.rank)
+        self.pages = devices.array(np.random.default_rng(pages).permutation(pages + 2)[:pages], np.int32)
+        self.stream = devices.Stream(self.rank)
         self._kept: list[np.ndarray] = []  # a queue holds addresses only
         self._written: dict[str, int] = {}  # region -> window it carries
         addresses = [at(slab) for slab in gang.slabs]
@@ -148,11 +147,11 @@ class Member:
 
     # ---- memory, and what stands in for the library ---------------------------------------------------------------
     def _array(self, values: np.ndarray) -> np.ndarray:
-        self._kept.append(simt.array(values, align=16))
+        self._kept.append(devices.array(values, align=16))
         return self._kept[-1]
 
     def _empty(self, *shape: int, dtype: Any = BF16) -> np.ndarray:
-        self._kept.append(simt.empty(shape, dtype, align=16))
+        self._kept.append(devices.empty(shape, dtype, align=16))
         return self._kept[-1]
 
     def _multiply(self, x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -162,7 +161,8 @@ class Member:
             product = (x.astype(np.float64) @ weight.astype(np.float64).T).astype(F32)
             out[:] = product.astype(out.dtype).reshape(out.shape)
 
-        self.stream.stand_in(f"a matrix product {x.shape} x {weight.shape[::-1]}", multiply)
+        what = f"a matrix product {x.shape} x {weight.shape[::-1]}"
+        devices.stand_in(self.stream, what, multiply, reads=[x], writes=[out])
         return out
 
     def _normed(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:

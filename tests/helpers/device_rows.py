@@ -45,7 +45,7 @@ class Rows:
 
     @property
     def address(self) -> int:
-        return int(self.flat.ctypes.data) + self._lead * self.dtype.itemsize
+        return devices.at(self.flat) + self._lead * self.dtype.itemsize
 
     @property
     def values(self) -> np.ndarray:

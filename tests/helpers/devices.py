@@ -2,8 +2,9 @@
 
 A test takes its arrays and streams from here and says when the streams run:
 
-    x = devices.array(values)                 # guarded and poisoned; the address is the same for host and device
+    x = devices.array(values)                 # guarded and poisoned, for the test to look into
     stream = devices.Stream()                 # what ops put their entries on; nothing runs yet
+    op(stream, devices.at(x), ...)            # where x is for the device
     devices.run_queues([stream], order=order) # everything runs; a GPU has an order of its own
 
 Rule 1: a test does not ask which of them it got. `use` chooses; modules that are marked with the fixture `device`
@@ -21,12 +22,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
-from whalez.fabric.cuda.driver import Device, Driver
+from whalez.fabric.cuda.driver import DEFAULT_STREAM, Device, Driver
 from whalez.fabric.cuda.stream import CudaStream, KernelSet, codes_of
 from whalez.ops.device.kernel import KERNELS, Kernel
 from whalez.testing import simt
@@ -36,7 +39,14 @@ from whalez.testing.simt.memory import POISON
 GUARD_BYTES = 4096
 DRAIN_S = 240.0  # the largest launch of a test takes most of a minute
 #: Every driver call that a superstep may make: none of them allocates, frees, compiles, loads or waits.
-SUPERSTEP = {"cuLaunchKernel", "cuStreamBatchMemOp", "cuStreamWriteValue64", "cuMemcpyAsync", "cuMemsetD8Async"}
+SUPERSTEP = {
+    "cuCtxSetCurrent",
+    "cuLaunchKernel",
+    "cuStreamBatchMemOp",
+    "cuStreamWriteValue64",
+    "cuMemcpyAsync",
+    "cuMemsetD8Async",
+}
 _PORTABLE_MAPPED = 3
 _ATTACH_GLOBAL = 1
 
@@ -55,6 +65,12 @@ class Harness:
     takes_mutants = True
     empty = staticmethod(simt.empty)
     run_queues = staticmethod(simt.run_queues)
+
+    def at(self, array: np.ndarray) -> int:
+        return int(array.ctypes.data)
+
+    def stand_in(self, stream: Any, what: str, function: Callable[[], None], **arrays: Any) -> None:
+        stream.stand_in(what, function)
 
     def stream(self, rank: int) -> Any:
         return simt.SimtStream(rank)
@@ -90,11 +106,29 @@ class QueuedStream:
         self.queue.append(("zero", (dst, nbytes)))
 
 
+@dataclass(eq=False)
+class _Array:
+    """`nbytes` between guards in page-locked memory at `host`, and in the device's own once `at` asked for it."""
+
+    host: int
+    nbytes: int
+    device: Any = None  #: CUdeviceptr
+
+    @property
+    def size(self) -> int:
+        return self.nbytes + 2 * GUARD_BYTES
+
+    @property
+    def whole(self) -> np.ndarray:
+        return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self.host), np.uint8)
+
+
 class Gpu:
     """A device behind the driver, with every kernel loaded.
 
-    Arrays are page-locked host memory: one address for host and device, and stream memory operations take it. Sparse
-    ones are managed memory, whose pages exist once they are touched.
+    An array is page-locked host memory, which the device could reach. What a test takes the address of by `at` lies in
+    the device's memory, where its kernels find it in practice: all of it is copied there before queues run, and back
+    when they have run. Sparse ones are managed memory, whose pages exist once they are touched.
 
     Owns:      the context, the kernels, some streams, the memory of every array since the last `reset`
     Closed by: `close`
@@ -104,8 +138,8 @@ class Gpu:
 
     def __init__(self, api: Any = None, image: Callable[[Kernel], bytes] | None = None) -> None:
         self._stack = ExitStack()
-        self._arrays: list[tuple[np.ndarray, int, int]] = []  #: whole allocation, its address, bytes asked for
-        self._spaces: list[Any] = []
+        self._arrays: list[_Array] = []
+        self._spaces: list[tuple[Any, int]] = []  #: managed memory and its bytes
         self._streams: list[CudaStream] = []
         try:
             self.device = self._stack.enter_context(Device(Driver(api), 0))
@@ -124,9 +158,12 @@ class Gpu:
         """Give back all arrays; nothing may use them any more."""
         self.device.bind()
         while self._arrays:
-            self.device.driver.cuMemFreeHost(self._arrays.pop()[1])
+            each = self._arrays.pop()
+            if each.device is not None:
+                self.device.driver.cuMemFree(each.device)
+            self.device.driver.cuMemFreeHost(each.host)
         while self._spaces:
-            self.device.driver.cuMemFree(self._spaces.pop())
+            self.device.driver.cuMemFree(self._spaces.pop()[0])
 
     def empty(self, shape: Any, dtype: Any = np.float32, align: int = 1) -> np.ndarray:
         """As `simt.empty`; aligned to 256, and instead of pages that fault there are bytes that are checked."""
@@ -134,39 +171,112 @@ class Gpu:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.device.bind()
         address = int(self.device.driver.cuMemHostAlloc(nbytes + 2 * GUARD_BYTES, _PORTABLE_MAPPED))
-        whole = np.frombuffer((ctypes.c_uint8 * (nbytes + 2 * GUARD_BYTES)).from_address(address), np.uint8)
+        self._arrays.append(_Array(address, nbytes))
+        whole = self._arrays[-1].whole
         whole[:] = POISON
-        self._arrays.append((whole, address, nbytes))
         return whole[GUARD_BYTES : GUARD_BYTES + nbytes].view(dtype).reshape(shape)
+
+    def _owner(self, address: int) -> _Array | None:
+        return next((each for each in reversed(self._arrays) if 0 <= address - each.host < each.size), None)
+
+    def at(self, array: np.ndarray) -> int:
+        """Where this array, or this part of one, lies in the device's memory; sparse ones lie where they are."""
+        address = int(array.ctypes.data)
+        owner = self._owner(address)
+        if owner is None:
+            if any(0 <= address - int(pointer) < nbytes for pointer, nbytes in self._spaces):
+                return address
+            raise LookupError(f"no array of this device is at {address:#x}")
+        if owner.device is None:
+            self.device.bind()
+            owner.device = self.device.driver.cuMemAlloc(owner.size)
+        return int(owner.device) + address - owner.host
+
+    def _to_device(self, address: int, nbytes: int) -> None:
+        owner = self._owner(address)
+        if owner is not None and owner.device is not None:
+            self.device.driver.cuMemcpyHtoD(int(owner.device) + address - owner.host, address, nbytes)
+            self.device.driver.cuStreamSynchronize(DEFAULT_STREAM)  # the bytes may be on their way still
+
+    def _from_device(self, address: int, nbytes: int) -> None:
+        owner = self._owner(address)
+        if owner is not None and owner.device is not None:
+            self.device.driver.cuMemcpyDtoH(address, int(owner.device) + address - owner.host, nbytes)
 
     def sparse(self, path: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.device.bind()
         pointer = self.device.driver.cuMemAllocManaged(nbytes, _ATTACH_GLOBAL)
-        self._spaces.append(pointer)
+        self._spaces.append((pointer, nbytes))
         space = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(pointer)), dtype)
         return space.reshape(shape)
 
     def stream(self, rank: int) -> QueuedStream:
         return QueuedStream(rank)
 
+    def stand_in(
+        self,
+        stream: QueuedStream,
+        what: str,
+        function: Callable[[], None],
+        *,
+        reads: Sequence[np.ndarray],
+        writes: Sequence[np.ndarray],
+    ) -> None:
+        stream.queue.append(("stand_in", (function, reads, writes)))
+
+    def _add_stream(self) -> None:
+        """Before anything is handed over: a stream is made at start-up."""
+        self._streams.append(CudaStream(self.device, self.kernels))
+
     def run_queues(self, streams: Sequence[QueuedStream], **order: Any) -> None:
         """Hand every queue to a stream of the device, wait for all, look at the guards."""
+        self.device.bind()
         while len(self._streams) < len(streams):
-            self._streams.append(CudaStream(self.device, self.kernels))
-        for stream, queued in zip(self._streams, streams, strict=False):
-            while queued.queue:
-                method, arguments = queued.queue.popleft()
-                getattr(stream, method)(*arguments)
-                queued.performed.append((method, arguments))
+            self._add_stream()
+        for each in self._arrays:
+            self._to_device(each.host, each.size)
+        pairs = list(zip(self._streams, streams, strict=False))
         deadline = time.monotonic() + DRAIN_S
-        while not all(stream.is_done() for stream in self._streams):
+        while True:
+            for stream, queued in pairs:
+                self._hand_over(stream, queued)
+            if not any(queued.queue for queued in streams) and all(stream.is_done() for stream, _ in pairs):
+                break
             assert time.monotonic() < deadline, f"the streams did not drain within {DRAIN_S:g} s"
             time.sleep(0.0002)
+        for each in self._arrays:
+            self._from_device(each.host, each.size)
         self.check_guards()
 
+    def _hand_over(self, stream: CudaStream, queued: QueuedStream) -> None:
+        """All up to a stand-in whose turn has not come: what lies before it has to be done, and it must not keep other
+        streams from being handed what this one may wait for."""
+        while queued.queue:
+            method, arguments = queued.queue[0]
+            if method != "stand_in":
+                self._put(stream, method, arguments)
+            elif stream.is_done():
+                self._perform(*arguments)
+            else:
+                return
+            queued.performed.append(queued.queue.popleft())
+
+    def _put(self, stream: CudaStream, method: str, arguments: tuple[Any, ...]) -> None:
+        getattr(stream, method)(*arguments)
+
+    def _perform(self, function: Callable[[], None], reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        for each in reads:
+            low, high = byte_bounds(each)
+            self._from_device(low, high - low)
+        function()
+        for each in writes:
+            assert each.flags.c_contiguous, "what lies between the rows of a result is not this function's to write"
+            self._to_device(each.ctypes.data, each.nbytes)
+
     def check_guards(self) -> None:
-        for whole, address, nbytes in self._arrays:
+        for each in self._arrays:
+            whole, address, nbytes = each.whole, each.host + GUARD_BYTES, each.nbytes
             for begin, end in ((0, GUARD_BYTES), (GUARD_BYTES + nbytes, len(whole))):
                 guard = whole[begin:end]
                 if not (guard == POISON).all():
@@ -185,20 +295,13 @@ class FakeGpu(Gpu):
         super().__init__(self.fake, _image)
         self.launched: set[str] = set()
         self.queueing: list[str] = []  #: driver calls made while queues were handed over
-        self._add_stream()
 
-    def _add_stream(self) -> None:
-        """Before anything is recorded: a stream is made at start-up, and its first entry binds the context."""
-        self._streams.append(CudaStream(self.device, self.kernels))
-        self._streams[0].zero(self.empty(8, np.uint8).ctypes.data, 8)
-
-    def run_queues(self, streams: Sequence[QueuedStream], **order: Any) -> None:
-        assert len(streams) == 1
-        self.launched |= {entry[1][0].name for entry in streams[0].queue if entry[0] == "launch"}
+    def _put(self, stream: CudaStream, method: str, arguments: tuple[Any, ...]) -> None:
         begun = len(self.fake.calls)
-        entries = len(streams[0].queue)
-        super().run_queues(streams)
-        self.queueing += self.fake.names(begun)[:entries]
+        super()._put(stream, method, arguments)
+        self.queueing += self.fake.names(begun)
+        if method == "launch":
+            self.launched.add(arguments[0].name)
 
 
 def _image(kernel: Kernel) -> bytes:
@@ -235,6 +338,11 @@ def empty(shape: Any, dtype: Any = np.float32, align: int = 1) -> np.ndarray:
     return _current.empty(shape, dtype, align)
 
 
+def at(array: np.ndarray) -> int:
+    """Where an array from here, or a part of it, is for the device: what kernels, copies and tables take."""
+    return _current.at(array)
+
+
 def array(values: Any, dtype: Any = None, align: int = 1) -> np.ndarray:
     """A guarded copy of `values`."""
     values = np.asarray(values, dtype)
@@ -256,6 +364,18 @@ def sparse(path: Any, rows: int, stride: int, dtype: Any = np.uint16) -> np.ndar
 
 def Stream(rank: int = 0) -> Any:
     return _current.stream(rank)
+
+
+def stand_in(
+    stream: Any,
+    what: str,
+    function: Callable[[], None],
+    *,
+    reads: Sequence[np.ndarray] = (),
+    writes: Sequence[np.ndarray] = (),
+) -> None:
+    """Queue host code in the place of `what`, no kernel of whalez. It may touch what it reads and writes only."""
+    _current.stand_in(stream, what, function, reads=reads, writes=writes)
 
 
 def run_queues(streams: Sequence[Any], **how: Any) -> None:

@@ -32,8 +32,8 @@ from helpers import devices
 _serial = itertools.count(1)
 _mutated: list[str] = []  # the source of every kernel that `mutate` was given
 
-#: Sources of kernels -> names of the tests that seed a mistake in them; filled by `seeds` as test modules are imported.
-SEEDED: dict[str, list[str]] = {}
+#: Sources of kernels -> tests that seed a mistake in them; filled by `seeds` as test modules are imported.
+SEEDED: dict[str, list[Callable[..., None]]] = {}
 
 
 def source_of(kernel: Any) -> str:
@@ -44,23 +44,35 @@ def source_of(kernel: Any) -> str:
 def seeds(*kernels: Any) -> Callable[[Any], Any]:
     """Decorator, outermost: this test seeds mistakes in these kernels, each run of it in at least one of them.
 
-    Every kernel of whalez must be named by such a test (test_mutate.py).
+    Every kernel of whalez must be named by such a test, of which some runs are quick (test_mutate.py).
     """
     sources = {source_of(kernel) for kernel in kernels}
 
     def mark(test: Any) -> Any:
-        for source in sources:
-            SEEDED.setdefault(source, []).append(test.__name__)
-
         @functools.wraps(test)
         def run(*arguments: Any, **named: Any) -> None:
             begun = len(_mutated)
             test(*arguments, **named)
             assert not devices.takes_mutants() or sources & set(_mutated[begun:]), f"seeded nothing in {sources}"
 
+        for source in sources:
+            SEEDED.setdefault(source, []).append(run)
         return run
 
     return mark
+
+
+def is_quick(test: Any) -> bool:
+    """Whether each kernel that this test seeds has a mistake outside of the long tier: the test is not slow, no case of
+    its parameters is but changes, and of those at least one is not."""
+
+    def is_slow(marks: Any) -> bool:
+        return any(mark.name == "slow" for mark in marks)
+
+    marks = getattr(test, "pytestmark", [])
+    slow = {m.args[0]: [is_slow(getattr(case, "marks", ())) for case in m.args[1]] for m in marks if len(m.args) == 2}
+    changes_slow = slow.pop("change", [False])
+    return not is_slow(marks) and not any(map(any, slow.values())) and not all(changes_slow)
 
 
 def mutate(

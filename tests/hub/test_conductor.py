@@ -43,12 +43,22 @@ def kinds(outs):
     return [(out.incarnation, type(out.message)) for out in outs]
 
 
-def test_the_newest_start_speaks_for_a_rank_and_an_older_one_never_again(centre):
+def test_a_number_that_is_taken_is_refused_by_name_and_the_first_keeps_it(centre):
+    first, second, zero = hello(1, 2), hello(1, 2), hello(0, 2)
+    assert centre.hello(first) == []
+    (out,) = centre.hello(second)
+    assert (out.incarnation, out.is_last, out.message.field) == (second.entry.incarnation, True, "rank")
+    assert "rank 1 is taken by process 1 on here" in out.message.reason
+    assert "process 1 on here" in centre.conductor.claimed_twice[1]
+    outs = centre.hello(zero)
+    assert all(out.message == Table(entries=(zero.entry, first.entry)) for out in outs)
+
+
+def test_the_newest_start_speaks_for_a_rank_whose_process_is_gone_and_an_older_one_never_again(centre):
     old, new, zero = hello(1, 2), hello(1, 2), hello(0, 2)
     assert centre.hello(old) == []
-    (out,) = centre.hello(new)
-    assert (out.incarnation, out.is_last) == (old.entry.incarnation, True)
-    assert out.message.field == "rank"
+    assert centre.gone(old) == []
+    assert centre.hello(new) == []
     (out,) = centre.hello(old)  # delayed, or from a process that still lives
     assert (out.message.field, out.is_last) == ("incarnation", True)
     outs = centre.hello(zero)

@@ -162,12 +162,12 @@ def test_two_ranks_with_one_number_and_a_late_one(ranks, ipc_address):
     first.fact("incarnation")
     second = Rank(1, 3, ipc_address, 0.5)
     ranks.append(second)
-    refused = first.fact("error")
-    assert refused["error"] == "FleetRefused"
-    assert refused["field"] in ("rank", "incarnation")
+    refused = second.fact("error")
+    assert (refused["error"], refused["field"]) == ("FleetRefused", "rank")
+    assert f"rank 1 is taken by process {first.process.pid} on " in refused["text"]
     two = Rank(2, 3, ipc_address)
     ranks.append(two)
-    fleet = [zero, second, two]
+    fleet = [zero, first, two]
     for each in fleet:
         each.fact("started")
     late = Rank(2, 3, ipc_address)

@@ -116,7 +116,7 @@ def test_a_rank_that_may_not_join_is_named_at_both_ends_and_both_end(
     assert one.process.wait(5) == 3
     told = zero.fact("error")
     assert told["error"] == "HubError"
-    assert "ranks 1 are missing" in told["text"]
+    assert "rank 1 is missing" in told["text"]
     assert hub_says in told["text"].partition("refused: ")[2]
     assert zero.process.wait(5) == 3
     assert time.monotonic() - began < start_s + 3

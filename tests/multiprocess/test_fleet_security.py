@@ -143,7 +143,7 @@ def test_a_hub_for_other_machines_needs_keys(tiny: Path, tmp_path: Path) -> None
     assert "--insecure" in said
     code, said = rank_words(tiny, tmp_path / "run", *hub, "--insecure", "--start-timeout", "0.2")
     assert code == 1
-    assert "ranks 1 are missing" in said  # it listened
+    assert "rank 1 is missing" in said  # it listened
 
 
 def test_loose_files_are_refused_by_name_before_anything_starts(tiny: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_port_in_use_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Path) -> None:
-    """The newer one takes the number while the world is not complete; the older one is told why it must go."""
+    """Who came first keeps the number while it lives; the other one is told whose it is, and goes."""
     command = [sys.executable, "-m", "whalez.rank", "--rank", "1", "--world", "3", "--model", str(tiny)]
     command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--segment-floor", "64", "--start-timeout", "60"]
     command += ["--fleet-id", fleet_id := f"numbers-{os.getpid()}"]
@@ -107,7 +107,9 @@ def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Pat
             time.sleep(0.05)
         refused = next(rank for rank in ranks[1:] if rank.poll() is not None)
         assert refused.returncode == 1
-        assert "rank 1" in refused.communicate(timeout=10)[1]
+        holder = next(rank for rank in ranks[1:] if rank is not refused)
+        assert f"rank 1 is taken by process {holder.pid}" in refused.communicate(timeout=10)[1]
+        assert holder.poll() is None and ranks[0].poll() is None
     finally:
         for rank in ranks:
             rank.kill()

@@ -509,13 +509,14 @@ def test_hello_is_refused_by_field(newcomer: msg.Hello, field: str) -> None:
     assert machine.state.key() == before
 
 
-def test_newest_incarnation_counts_and_the_older_is_refused_by_name() -> None:
+def test_a_number_is_refused_by_name_until_its_process_is_gone() -> None:
     machine = a.Allgather(2)
     (refusal,) = ask(machine, hello(1), hello(1, "b"))
     assert isinstance(refusal, do.Refuse)
-    assert refusal.incarnation == "1a"
-    assert "two processes have rank 1" in refusal.message.reason
-    ask(machine, ev.PeerGone(1, "killed", "1a"))  # the older one dies: nothing to us
+    assert refusal.incarnation == "1b"
+    assert "rank 1 is taken by process" in refusal.message.reason
+    assert ask(machine, ev.PeerGone(1, "killed", "1a"), hello(1, "b")) == []
+    ask(machine, ev.PeerGone(1, "killed", "1a"))  # the older one's end again: nothing to us
     (table,) = ask(machine, hello(0))
     assert isinstance(table, do.Broadcast)
     assert isinstance(table.message, msg.Table)

@@ -73,7 +73,7 @@ BAD = {
     "id below zero": ({"prompt": [-1, 5]}, "prompt"),
     "id beyond any integer type": ({"prompt": [2**70]}, "prompt"),
     "longer than the context": ({"prompt": "x" * 101}, "prompt"),
-    "no room for max_tokens": ({"prompt": "x" * 90, "max_tokens": 11}, "prompt"),
+    "no room for max_tokens": ({"prompt": "x" * 90, "max_tokens": 11}, "max_tokens"),
     "max_tokens zero": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     "max_tokens negative": ({"prompt": "x", "max_tokens": -5}, "max_tokens"),
     "max_tokens text": ({"prompt": "x", "max_tokens": "16"}, "max_tokens"),

@@ -28,6 +28,7 @@ from whalez.fabric.doorbell import Bells
 from whalez.fabric.layout import BELL_LAUNCH
 from whalez.hub.admin import CancelWhale, DrainFleet
 from whalez.hub.interface import Hub
+from whalez.hub.request_limits import check_counts, unknown_token
 from whalez.hub.requests import CancelRequest, Done, Failed, Response, Submit, TokenOut
 from whalez.model.cache import StateCache
 from whalez.model.exchange import Batch, PrefillSpan
@@ -291,22 +292,12 @@ class Loop:
             raise RequestError("tokens: expected 4 bytes per token", "prompt")
         prompt = np.frombuffer(submit.tokens, "<i4").astype(np.int32)
         vocab = self.runner.config.vocab_size
-        if len(prompt) == 0:
-            raise RequestError("prompt: expected at least one token, got none", "prompt")
+        check_counts(len(prompt), submit.max_tokens, self.fleet.max_ctx)
         bad = (prompt < 0) | (prompt >= vocab)
         if bad.any():
             at = int(np.argmax(bad))
-            raise RequestError(
-                f"prompt: expected token ids 0..{vocab - 1}, got {prompt[at]} at position {at}", "prompt"
-            )
-        if submit.max_tokens < 1:
-            raise RequestError(f"max_tokens: expected at least 1, got {submit.max_tokens}", "max_tokens")
-        total, limit = len(prompt) + submit.max_tokens, self.fleet.max_ctx
-        if total > limit:
-            raise RequestError(
-                f"prompt: expected at most {limit} tokens with max_tokens, got {len(prompt)} + {submit.max_tokens}",
-                "prompt",
-            )
+            raise unknown_token(int(prompt[at]), at, vocab)
+        total = len(prompt) + submit.max_tokens
         if self.scheduler.pages_for(total) > self.scheduler.pages_total:
             raise RequestError(f"prompt: expected at most {self.scheduler.pages_total} cache pages", "prompt")
         return prompt

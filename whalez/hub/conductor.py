@@ -62,6 +62,8 @@ class Conductor:
         #: all have mapped: the sequencer is in charge
         self.has_started = False
         self.failure: Exception | None = None
+        #: what was refused because a living process has the number, by rank
+        self.claimed_twice: dict[int, str] = {}
         self._refused: dict[str, None] = {}  # in order; only the last ones, for strangers may come without end
         self._mapped: set[int] = set()
         self._turn = 0  # of the gather that is under way
@@ -159,6 +161,8 @@ class Conductor:
             self.accepted[entry.rank] = entry.incarnation  # taken back below if the allgather refuses it
         outs = self._run(self._allgather.step(Received(hello, entry.rank), now_ns))
         if entry.incarnation in self._refused and not self.is_complete:
+            if before is not None:
+                self.claimed_twice[entry.rank] = f"by process {entry.pid} on {entry.host} too, which was refused"
             if before is None:
                 del self.accepted[entry.rank]
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 
 
@@ -84,6 +85,11 @@ class PeerWatch:
             self._pids.pop(incarnation)
             os.close(fd)
         return incarnation
+
+    def has_ended(self, incarnation: str) -> bool | None:
+        """Whether a process has ended; None if it is not watched."""
+        fd = next((fd for fd, known in self._fds.items() if known == incarnation), None)
+        return None if fd is None else bool(select.select([fd], [], [], 0)[0])
 
     def is_starved(self, incarnation: str) -> bool:
         """Whether a silent process is known to live here and not to be stopped."""

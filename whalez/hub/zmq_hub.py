@@ -289,7 +289,11 @@ class ZmqHub:
         if self._router is not None and (missing := self._router.missing()):
             refused = self._router.refusals()
             why = f"; refused: {'; '.join(refused)}" if refused else ""
-            return f"ranks {', '.join(map(str, missing))} are missing at {self._address}{why}"
+            twice = "".join(
+                f"; rank {rank} was claimed twice: {who}" for rank, who in self._router.claimed_twice().items()
+            )
+            some = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
+            return f"{some} missing at {self._address}{twice}{why}"
         if not self._heard_hub and self._knock is not None and self._knock.closed_total:
             why = ""
             if self._keys is not None:

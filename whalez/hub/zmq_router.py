@@ -20,7 +20,7 @@ from whalez.errors import HubError, WireError
 from whalez.hub import wire
 from whalez.hub.conductor import Conductor, Out
 from whalez.hub.connections import listen
-from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, HubLimits
+from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, SILENCE_LIMIT_NS, HubLimits
 from whalez.hub.keys import Keys
 from whalez.hub.liveness import Liveness
 from whalez.hub.processes import PeerWatch, Wake
@@ -45,6 +45,8 @@ class _Peer:
     queued_bytes: int = 0
     sent_count: int = 0  #: see wire.Beat
     received_count: int = 0
+    heard_ns: int = 0  #: the last frame or beat
+    claimed_ns: int | None = None  #: since when it waits for a number that another process has
 
 
 class RouterThread:
@@ -116,6 +118,10 @@ class RouterThread:
 
     def missing(self) -> tuple[int, ...]:
         return self._conductor.missing()
+
+    def claimed_twice(self) -> dict[int, str]:
+        """Ranks whose number a second process asked for while the first lived, and who that was."""
+        return self._conductor.claimed_twice.copy()
 
     def close(self) -> bool:
         """True when the thread has ended and the socket is closed."""
@@ -213,6 +219,7 @@ class RouterThread:
         if isinstance(message, wire.Beat) and not message.on_frames:
             if peer is not None and not self._is_foreign(peer.beats_id, connection):
                 peer.beats_id = connection
+                peer.heard_ns = now
                 self._heard(incarnation, now)
             return
         if peer is None:
@@ -227,6 +234,7 @@ class RouterThread:
                 # Frames may be lost between the old connection and the new one, and nothing is repaired half-way.
                 self._lost(incarnation, "its connection to the hub was cut")
                 return
+        peer.heard_ns = now
         self._heard(incarnation, now)
         peer.received_count += wire.is_counted(message)
         match message:
@@ -241,6 +249,8 @@ class RouterThread:
             case wire.Echo():
                 self._unanswered.discard(incarnation)
                 return
+        if isinstance(message, Hello) and not self._conductor.is_complete and not self._is_settled(peer, message, now):
+            return  # it says hello again
         self._perform(self._conductor.received(incarnation, message, now, self._read_launch()))
         if self._conductor.rank_of(incarnation) is None:
             self._peers.pop(incarnation, None)  # a stranger, or refused: it has got its answer
@@ -251,6 +261,26 @@ class RouterThread:
             self._is_watching = True
             for each in self._conductor.accepted.values():
                 self._heard(each, now)
+
+    def _is_settled(self, peer: _Peer, hello: Hello, now: int) -> bool:
+        """Whether it is known if the process that has this hello's number lives. One that is gone loses it here.
+
+        Of a process of this machine the pidfd tells at once; another one's next beat, or its silence, has to.
+        """
+        holder = self._conductor.accepted.get(hello.entry.rank)
+        if holder is None or holder in (hello.entry.incarnation, self._own.incarnation):
+            return True
+        has_ended = self._watch.has_ended(holder)
+        if has_ended is None:
+            heard_ns = self._peers[holder].heard_ns if holder in self._peers else 0
+            if peer.claimed_ns is None:
+                peer.claimed_ns = now
+            if heard_ns <= peer.claimed_ns and now - peer.claimed_ns <= SILENCE_LIMIT_NS:
+                return False
+            has_ended = heard_ns <= peer.claimed_ns
+        if has_ended:
+            self._lost(holder, "its process has ended")
+        return True
 
     def _is_foreign(self, own: bytes | None, connection: bytes) -> bool:
         """Whether a frame came over another connection than its sender's `own`, which is still open.

@@ -3,9 +3,10 @@
 Rule 1: every legal transition is a row of `STEPS`. No row: `LocalProtocolError`, nothing changed.
 Rule 2: nobody waits for anybody in here; an answer is sent when the last hello, or the last Mapped, comes in.
 
-Before the table is complete the newest incarnation of a rank counts and the older one is refused by name: that is
-right for a rank that was killed and started again, and tells two processes with one number apart. Once the table is
-out, peers have mapped that very incarnation's slab, so a restarted rank is refused and the world restarts as a whole.
+Before the table is complete a rank's number is free again when its process is gone (`PeerGone`), so one that was killed
+and started again takes its place; while the first lives, a second process with its number is refused by name. Whether
+it lives the driver finds out, before it hands in the second hello. Once the table is out, peers have mapped that very
+incarnation's slab, so a restarted rank is refused and the world restarts as a whole.
 """
 
 from __future__ import annotations
@@ -129,14 +130,6 @@ class Allgather:
         if refusal is not None:
             return [do.Refuse(entry.rank, entry.incarnation, refusal)]
         effects: list[do.Effect] = []
-        older = draft.entries[entry.rank]
-        if older is not None and older.incarnation != entry.incarnation:
-            reason = (
-                f"two processes have rank {entry.rank}: "
-                f"incarnation {entry.incarnation} (pid {entry.pid} on {entry.host}) takes the place of "
-                f"{older.incarnation} (pid {older.pid} on {older.host})"
-            )
-            effects.append(do.Refuse(entry.rank, older.incarnation, msg.Refused(reason=reason, field="rank")))
         draft.entries = (*draft.entries[: entry.rank], entry, *draft.entries[entry.rank + 1 :])
         if draft.fingerprint is None:
             draft.fingerprint = tuple(sorted(hello.fingerprint.items()))
@@ -155,6 +148,10 @@ class Allgather:
             return msg.Refused(reason=f"world: expected {self.world}, got {hello.world}", field="world")
         if not 0 <= entry.rank < self.world:
             reason = f"rank: expected 0 to {self.world - 1}, got {entry.rank}"
+            return msg.Refused(reason=reason, field="rank")
+        holder = draft.entries[entry.rank]
+        if holder is not None and holder.incarnation != entry.incarnation:
+            reason = f"rank {entry.rank} is taken by process {holder.pid} on {holder.host}"
             return msg.Refused(reason=reason, field="rank")
         if draft.fingerprint is None:
             return None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 import msgspec
 
 from whalez.errors import RequestError
+from whalez.hub.request_limits import check_counts, unknown_token
 from whalez.hub.requests import Report, Status, Submit
 from whalez.serve.tokenizer import Tokenizer
 
@@ -156,27 +158,22 @@ def check_sampling(temperature: float, top_p: float) -> None:
         raise RequestError(f"top_p: expected above 0 and at most 1, got {top_p}", param="top_p")
 
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Equal for every way in. Raises RequestError."""
-    if max_tokens < 1:
-        raise RequestError(f"max_tokens: expected at least 1, got {max_tokens}", param="max_tokens")
+def token_ids(prompt: Iterable[object]) -> list[int]:
+    """A caller's ids as ints; numpy's are welcome, a bool is none. Raises RequestError naming the position."""
+    tokens = []
+    for at, item in enumerate(prompt):
+        if isinstance(item, bool) or not isinstance(item, SupportsIndex):
+            raise RequestError(f"prompt: expected token ids, got {item!r} at position {at}", param="prompt")
+        tokens.append(item.__index__())
+    return tokens
 
 
 def check_tokens(tokens: list[int], max_tokens: int, limits: Status) -> None:
     """Limits of the model and the fleet, equal for every way in. Raises RequestError."""
-    check_max_tokens(max_tokens)
-    if not tokens:
-        raise RequestError("prompt: empty", param="prompt")
-    if len(tokens) + max_tokens > limits.max_ctx:
-        raise RequestError(
-            f"prompt: {len(tokens)} tokens and max_tokens {max_tokens} exceed the context of {limits.max_ctx}",
-            param="prompt",
-        )
+    check_counts(len(tokens), max_tokens, limits.max_ctx)
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < limits.vocab_size:
-            raise RequestError(
-                f"prompt: token id {token} is not in the vocabulary of {limits.vocab_size}", param="prompt"
-            )
+            raise unknown_token(token, tokens.index(token), limits.vocab_size)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

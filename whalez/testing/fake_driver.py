@@ -4,9 +4,11 @@
 structs and enums it hands on. One FakeDriver is one process's view; processes of one `FakeMachine` share its GPUs, and
 machines with the same `domain` share fabric handles. Handles also work between real processes, through /proc.
 
-What it models: address ranges, mappings and access rights (real ones, a wrong touch is SIGSEGV), contexts per thread,
-streams that block in waits and queue what comes after, memory operations that refuse imported memory, a hoarding memory
-pool, IMEX, legacy handles. What it does not: time, caches, memory order, kernels other than those it is given.
+What it models: address ranges, mappings and access rights per device (real ones, a wrong touch is SIGSEGV), contexts
+per thread, streams that block in waits and queue what comes after, channels that streams share, a default stream whose
+work has not run when the call returns, memory operations that refuse imported memory, a hoarding memory pool, IMEX,
+legacy handles. What it does not: time, caches, memory order, kernels other than those it is given. It asserts the
+arguments that whalez has no choice in.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from whalez.fabric.cuda.driver import CALLS
 
 real: Any = importlib.import_module("cuda.bindings.driver")  # structs and enums only
 
-GRANULARITY: Final = 2 * 2**20
+GRANULARITY: Final = 2 * 2**20  #: recommended
+GRANULARITY_MIN: Final = 64 * 2**10
 _MACHINE_LOCK = threading.RLock()  # one for all: tests run several "processes" in threads
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,6 +41,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FIXED, _PROT_NONE, _PROT_RW = 0x10, 0, mmap.PROT_READ | mmap.PROT_WRITE
+_POISON: Final = b"\xa5" * (1 << 16)  # new memory is never zero by luck
 
 _NO_CONTEXT_NEEDED: Final = {
     "cuInit",
@@ -162,7 +166,7 @@ class _Mapping:
     memory: Memory
     nbytes: int
     is_imported: bool
-    is_accessible: bool = False
+    access: dict[int, int] = field(default_factory=dict)  # device -> bits of PROT_READ and PROT_WRITE
 
 
 @dataclass
@@ -170,7 +174,9 @@ class _Stream:
     flags: int
     priority: int
     context: int
+    channel: tuple[int, int]  #: streams of one channel run in the order in which their entries were queued
     queue: deque[tuple[str, Callable[[], bool]]] = field(default_factory=deque)
+    serials: deque[int] = field(default_factory=deque)  #: of the entries of `queue`
 
 
 #: Runs a launched kernel: (grid, block, shared bytes, arguments) -> False while it is still running.
@@ -184,6 +190,9 @@ class FakeDriver:
     version:  of the driver
     kernels:  image -> (struct codes of the arguments, Runner); another image loads, and launching it does nothing
     memops:   whether stream memory operations work at all; on imported memory they never do unless `imported_memops`
+    channels: of each priority, as CUDA_DEVICE_MAX_CONNECTIONS; streams beyond them share one, and what is queued behind
+              a blocked entry of another stream waits with it. 0: every stream has its own
+    priority_greatest:  0 on a device where all streams have one priority
     refuse:   (call, arguments) -> code to answer with, 0 to go on
     """
 
@@ -195,6 +204,8 @@ class FakeDriver:
         kernels: Mapping[bytes, tuple[str, Runner]] | None = None,
         memops: bool = True,
         imported_memops: bool = False,
+        channels: int = 0,
+        priority_greatest: int = -5,
         refuse: Callable[[str, tuple[Any, ...]], int] | None = None,
     ) -> None:
         self.machine = machine or FakeMachine()
@@ -202,6 +213,8 @@ class FakeDriver:
         self.kernels = dict(kernels or {})
         self.memops = memops
         self.imported_memops = imported_memops
+        self.channels = channels
+        self.priority_greatest = priority_greatest
         self.refuse = refuse
         self.calls: list[Call] = []
         self.fail_at: int | None = None  #: index of the call that fails next
@@ -216,8 +229,11 @@ class FakeDriver:
         self._host: dict[int, tuple[Any, int]] = {}
         self._contexts: dict[int, int] = {}  # device -> references
         self._streams: dict[int, _Stream] = {}
+        self._serial = 0
         self._libraries: dict[int, bytes] = {}
         self._kernels: dict[int, bytes] = {}
+        self._default: deque[Callable[[], Any]] = deque()  # what the default stream has not run yet
+        self._priced: set[tuple[Any, ...]] = set()  # properties whose granularity was asked for
         self._current = threading.local()
         for name in CALLS:
             setattr(self, name, self._recorded(name, getattr(self, f"_{name}")))
@@ -233,6 +249,8 @@ class FakeDriver:
             if name in SYNCHRONISING - {"cuStreamSynchronize"}:
                 self._drain(list(self._streams.values()), name)
             with _MACHINE_LOCK:
+                if name in SYNCHRONISING - {"cuStreamSynchronize"}:
+                    self._run_default()
                 index = len(self.calls)
                 self.calls.append(Call(name, arguments))
                 code = self.refuse(name, arguments) if self.refuse is not None else 0
@@ -294,7 +312,7 @@ class FakeDriver:
                 memory.drop()
             for each in (self._handles, self._reserved, self._mapped, self._allocations, self._opened, self._host):
                 each.clear()
-            for more in (self._contexts, self._streams, self._libraries, self._kernels):
+            for more in (self._contexts, self._streams, self._libraries, self._kernels, self._default):
                 more.clear()
 
     def _new(self) -> int:
@@ -306,24 +324,36 @@ class FakeDriver:
         return self.machine.gpus[self._current.context - 1]
 
     # ---- memory access ----------------------------------------------------------------------------------------
-    def _pieces(self) -> Iterator[tuple[int, int, bool]]:
-        """Address, bytes and whether it was imported, of all that may be touched."""
+    def _pieces(self) -> Iterator[tuple[int, int, bool, int]]:
+        """Address, bytes, whether it was imported and how the current device may touch it, of all that it may touch."""
         for address, mapping in self._mapped.items():
-            if mapping.is_accessible:
-                yield address, mapping.nbytes, mapping.is_imported
+            if access := mapping.access.get(self._current.context - 1):
+                yield address, mapping.nbytes, mapping.is_imported, access
         for address, memory in self._allocations.items():
-            yield address, memory.nbytes, False
+            yield address, memory.nbytes, False, _PROT_RW
         for address, (memory, _, _) in self._opened.items():
-            yield address, memory.nbytes, True
+            yield address, memory.nbytes, True, _PROT_RW
         for address, (_, nbytes) in self._host.items():
-            yield address, nbytes, False
+            yield address, nbytes, False, _PROT_RW
 
     def is_imported(self, address: Any, nbytes: int = 8) -> bool:
         """Whether [address, address + nbytes) is another process's memory. Answers 1 when it is nobody's."""
-        for begin, size, imported in self._pieces():
-            if begin <= int(address) and int(address) + nbytes <= begin + size:
-                return imported
+        return self._piece(address, nbytes)[2]
+
+    def _piece(self, address: Any, nbytes: int) -> tuple[int, int, bool, int]:
+        for piece in self._pieces():
+            if piece[0] <= int(address) and int(address) + nbytes <= piece[0] + piece[1]:
+                return piece
         raise Failed(1)
+
+    def _check_write(self, address: Any, nbytes: int) -> None:
+        """Answers 1 for what is nobody's, 700 for what this device may read only."""
+        if self._piece(address, nbytes)[3] != _PROT_RW:
+            raise Failed(700)
+
+    def _run_default(self) -> None:
+        while self._default:
+            self._default.popleft()()
 
     def pump(self) -> None:
         """Let every stream run until it blocks."""
@@ -331,9 +361,16 @@ class FakeDriver:
         while moved:
             moved = False
             for stream in self._streams.values():
-                while stream.queue and stream.queue[0][1]():
+                while stream.queue and self._is_first(stream) and stream.queue[0][1]():
                     stream.queue.popleft()
+                    if stream.serials:
+                        stream.serials.popleft()
                     moved = True
+
+    def _is_first(self, stream: _Stream) -> bool:
+        """Whether nothing of another stream stands before this one's next entry in their channel."""
+        others = (each for each in self._streams.values() if each.channel == stream.channel and each is not stream)
+        return not stream.serials or all(stream.serials[0] < each.serials[0] for each in others if each.serials)
 
     def stuck(self) -> list[str]:
         """What the streams that cannot go on stand at."""
@@ -342,8 +379,10 @@ class FakeDriver:
             return [stream.queue[0][0] for stream in self._streams.values() if stream.queue]
 
     def _enqueue(self, stream: Any, label: str, work: Callable[[], Any]) -> None:
-        if int(stream) not in self._streams:
+        if int(stream) not in self._streams or self._streams[int(stream)].context != self._current.context:
             raise Failed(400)
+        self._serial += 1
+        self._streams[int(stream)].serials.append(self._serial)
         self._streams[int(stream)].queue.append((label, lambda: work() is not False))
 
     # ---- start ------------------------------------------------------------------------------------------------
@@ -389,7 +428,7 @@ class FakeDriver:
         return None
 
     def _cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
-        return 0, -5
+        return 0, self.priority_greatest
 
     # ---- memory -----------------------------------------------------------------------------------------------
     def _cuMemGetInfo(self) -> tuple[int, int]:
@@ -412,7 +451,7 @@ class FakeDriver:
     def _cuMemAlloc(self, bytesize: int) -> Any:
         memory = Memory(self._gpu, bytesize).take()
         address = _mmap(0, bytesize, _PROT_RW, mmap.MAP_SHARED, memory.fd)
-        ctypes.memset(address, 0xA5, min(bytesize, 1 << 16))  # never zero by luck
+        ctypes.memmove(address, _POISON, min(bytesize, len(_POISON)))
         self._allocations[address] = memory
         return real.CUdeviceptr(address)
 
@@ -444,31 +483,46 @@ class FakeDriver:
             raise Failed(1)
 
     def _cuMemsetD8(self, dstDevice: Any, uc: int, N: int) -> None:
-        self.is_imported(dstDevice, N)
-        ctypes.memset(int(dstDevice), uc, N)
+        self._check_write(dstDevice, N)
+        self._default.append(lambda: ctypes.memset(int(dstDevice), uc, N))
 
     def _cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: int) -> None:
         self.is_imported(srcDevice, ByteCount)
+        self._run_default()
         ctypes.memmove(dstHost, int(srcDevice), ByteCount)
 
     def _cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: int) -> None:
-        self.is_imported(dstDevice, ByteCount)
-        ctypes.memmove(int(dstDevice), srcHost, ByteCount)
+        """The bytes are taken now; they may be on their way when this returns."""
+        self._check_write(dstDevice, ByteCount)
+        self._run_default()
+        taken = ctypes.string_at(srcHost, ByteCount)
+        self._default.append(lambda: ctypes.memmove(int(dstDevice), taken, ByteCount))
 
     # ---- sharing ----------------------------------------------------------------------------------------------
+    def _priced_as(self, prop: Any) -> tuple[Any, ...]:
+        """What memory this is, of the device whose context is current."""
+        assert prop.type == real.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, prop.type
+        assert prop.location.type == real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, prop.location.type
+        assert prop.location.id == self._current.context - 1, prop.location.id
+        return prop.type, prop.requestedHandleTypes, prop.location.type, prop.location.id
+
     def _cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
-        return GRANULARITY
+        self._priced.add(self._priced_as(prop))
+        recommended = real.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return GRANULARITY if option == recommended else GRANULARITY_MIN
 
     def _is_fabric(self, kind: Any) -> bool:
         return bool(kind == real.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC)
 
     def _cuMemCreate(self, size: int, prop: Any, flags: int) -> int:
-        if size % GRANULARITY or size <= 0:
+        assert flags == 0, flags
+        if size % GRANULARITY_MIN or size <= 0 or self._priced_as(prop) not in self._priced:
             raise Failed(1)
         if self._is_fabric(prop.requestedHandleTypes) and not self.machine.imex:
             raise Failed(800)
         handle = self._new()
-        self._handles[handle] = Memory(self.machine.gpus[prop.location.id], size).take()
+        self._handles[handle] = memory = Memory(self.machine.gpus[prop.location.id], size).take()
+        os.pwrite(memory.fd, _POISON[:size], 0)
         return handle
 
     def _cuMemRelease(self, handle: int) -> None:
@@ -483,6 +537,7 @@ class FakeDriver:
         memory.drop()
 
     def _cuMemAddressReserve(self, size: int, alignment: int, addr: int, flags: int) -> Any:
+        assert (alignment, addr, flags) == (0, 0, 0), (alignment, addr, flags)
         address = _mmap(0, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         self._reserved[address] = size
         return real.CUdeviceptr(address)
@@ -494,6 +549,7 @@ class FakeDriver:
         _munmap(int(ptr), size)
 
     def _cuMemMap(self, ptr: Any, size: int, offset: int, handle: int, flags: int) -> None:
+        assert (offset, flags) == (0, 0), (offset, flags)
         memory = self._handles.get(int(handle))
         if memory is None or self._reserved.get(int(ptr)) != size or int(ptr) in self._mapped:
             raise Failed(1)
@@ -510,10 +566,15 @@ class FakeDriver:
         memory.drop()
 
     def _cuMemSetAccess(self, ptr: Any, size: int, desc: list[Any], count: int) -> None:
-        if int(ptr) not in self._mapped or count != len(desc):
+        mapping = self._mapped.get(int(ptr))
+        if mapping is None or size != mapping.nbytes or count != len(desc):
             raise Failed(1)
-        assert _libc.mprotect(int(ptr), size, _PROT_RW) == 0
-        self._mapped[int(ptr)].is_accessible = True
+        for each in desc:
+            assert each.location.type == real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, each.location.type
+            if not 0 <= each.location.id < len(self.machine.gpus):
+                raise Failed(101)
+            mapping.access[each.location.id] = int(each.flags)  # PROT_READ is 1, PROT_READWRITE 3: those of mprotect
+        assert _libc.mprotect(int(ptr), size, max(mapping.access.values())) == 0
 
     def _far(self, kind: bytes, memory: Memory) -> bytes:
         """A handle that a real other process can follow: /proc/<pid>/fd/<fd>."""
@@ -532,6 +593,7 @@ class FakeDriver:
             raise Failed(400) from None
 
     def _cuMemExportToShareableHandle(self, handle: int, handleType: Any, flags: int) -> Any:
+        assert flags == 0, flags
         memory = self._handles.get(int(handle))
         if memory is None:
             raise Failed(400)
@@ -603,7 +665,10 @@ class FakeDriver:
         if not int(flags) & 1:
             self.machine.violations.append("a stream that synchronises with the legacy default stream")
         stream = self._new()
-        self._streams[stream] = _Stream(int(flags), priority, self._current.context)
+        priority = max(int(priority), self.priority_greatest)  # clamped
+        i_channel = sum(each.priority == priority for each in self._streams.values())
+        channel = (priority, i_channel % self.channels if self.channels else stream)
+        self._streams[stream] = _Stream(int(flags), priority, self._current.context, channel)
         return stream
 
     def _cuStreamDestroy(self, hStream: int) -> None:
@@ -617,7 +682,10 @@ class FakeDriver:
         if self._streams[int(hStream)].queue:
             raise Failed(600)
 
-    def _cuStreamSynchronize(self, hStream: int) -> Callable[[], None]:
+    def _cuStreamSynchronize(self, hStream: int) -> Callable[[], None] | None:
+        if int(hStream) == 0:  # the default stream waits for none that is not ordered against it
+            self._run_default()
+            return None
         if int(hStream) not in self._streams:
             raise Failed(400)
         return lambda: self._drain([self._streams[int(hStream)]], "cuStreamSynchronize")
@@ -633,26 +701,29 @@ class FakeDriver:
             assert time.monotonic() < deadline, f"{call} would wait for ever, for a stream that is blocked: {heads}"
             time.sleep(0.001)
 
-    def _word(self, address: Any) -> int:
+    def _word(self, address: Any, *, is_written: bool = False) -> int:
         if int(address) % 8 or (self.is_imported(address) and not self.imported_memops):
             raise Failed(1)
+        if is_written:
+            self._check_write(address, 8)
         return int(address)
 
     def _cuStreamBatchMemOp(self, stream: int, count: int, paramArray: list[Any], flags: int) -> None:
         if not self.memops:
             raise Failed(801)
+        assert flags == 0, flags
         if count >= 256 or count != len(paramArray):
             raise Failed(1)
         kinds = real.CUstreamBatchMemOpType
         for each in paramArray:
             if each.operation == kinds.CU_STREAM_MEM_OP_WAIT_VALUE_64:
                 address, value = self._word(each.waitValue.address), int(each.waitValue.value64)
-                if int(each.waitValue.flags) & 3 != 0:
-                    raise Failed(1)  # GEQ is all that whalez uses
+                assert int(each.waitValue.flags) == 0, each.waitValue.flags  # GEQ, and no flush
                 label = f"wait [{address:#x}] >= {value:#x}"
                 self._enqueue(stream, label, lambda a=address, v=value: is_reached(read_word(a), v))  # type: ignore[misc]
             elif each.operation == kinds.CU_STREAM_MEM_OP_WRITE_VALUE_64:
-                address, value = self._word(each.writeValue.address), int(each.writeValue.value64)
+                assert int(each.writeValue.flags) == 0, each.writeValue.flags  # behind a barrier
+                address, value = self._word(each.writeValue.address, is_written=True), int(each.writeValue.value64)
                 self._enqueue(stream, f"write [{address:#x}]", lambda a=address, v=value: write_word(a, v))  # type: ignore[misc]
             else:
                 raise Failed(1)
@@ -660,11 +731,12 @@ class FakeDriver:
     def _cuStreamWriteValue64(self, stream: int, addr: Any, value: int, flags: int) -> None:
         if not self.memops:
             raise Failed(801)
-        address = self._word(addr)
+        assert flags == 0, flags  # 1 would leave out the barrier before the store
+        address = self._word(addr, is_written=True)
         self._enqueue(stream, f"write [{address:#x}]", lambda: write_word(address, int(value)))
 
     def _cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: int, hStream: int) -> None:
-        self.is_imported(dst, ByteCount)
+        self._check_write(dst, ByteCount)
         self.is_imported(src, ByteCount)
         self._enqueue(hStream, "copy", lambda: ctypes.memmove(int(dst), int(src), ByteCount))
 
@@ -675,7 +747,7 @@ class FakeDriver:
         self._cuMemcpyAsync(dstHost, srcDevice, ByteCount, hStream)
 
     def _cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: int) -> None:
-        self.is_imported(dstDevice, N)
+        self._check_write(dstDevice, N)
         self._enqueue(hStream, "zero", lambda: ctypes.memset(int(dstDevice), uc, N))
 
     # ---- kernels ----------------------------------------------------------------------------------------------

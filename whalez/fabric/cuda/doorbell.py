@@ -225,7 +225,7 @@ class BellMemory:
             device.bind()
             tables = driver.cuMemAlloc(len(content))
             self._teardown.push(driver.cuMemFree, tables)
-            driver.cuMemcpyHtoD(tables, content, len(content))
+            device.upload(int(tables), content)
             report = driver.cuMemHostAlloc(REPORT_BYTES, _PORTABLE_MAPPED)
             self._teardown.push(driver.cuMemFreeHost, report)
         except BaseException:

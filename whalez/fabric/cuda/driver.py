@@ -86,6 +86,8 @@ DRIVER_VERSION_MIN: Final = 13_000
 #: Compute capability below which no kernel of whalez runs.
 CAPABILITY_MIN: Final = (8, 0)
 
+DEFAULT_STREAM: Final = 0
+
 OUT_OF_MEMORY: Final = 2
 NOT_READY: Final = 600
 
@@ -100,6 +102,11 @@ _IMEX_THERE: Final = (
 _CONTEXT_LOST: Final = (
     "a kernel of this process failed and its context is lost: nothing on this device works until it exits"
 )
+
+#: Codes after which the context is lost: every later call answers the same until the process exits.
+CONTEXT_LOST: Final = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
+#: And those that have advice of their own: memory errors, of the device and of a link.
+STICKY: Final = CONTEXT_LOST | {214, 220}
 
 #: (call, code) -> what to do; "*" stands for every call. What drivers and operators have reported.
 ADVICE: Final[dict[tuple[str, int], str]] = {
@@ -154,11 +161,8 @@ ADVICE: Final[dict[tuple[str, int], str]] = {
     ("*", 201): "no context of this device is current in this thread; this is a bug of whalez",
     ("*", 214): "an uncorrectable memory error: see `nvidia-smi -q -d ECC`, reset the device",
     ("*", 401): "the fabric manager is not in order: is nvidia-fabricmanager running in the driver's version?",
-    ("*", 700): _CONTEXT_LOST,
-    ("*", 715): _CONTEXT_LOST,
-    ("*", 716): _CONTEXT_LOST,
-    ("*", 718): _CONTEXT_LOST,
-    ("*", 719): _CONTEXT_LOST,
+    ("*", 220): "an uncorrectable error of an NVLink: see `nvidia-smi nvlink -e` and dmesg",
+    **{("*", code): _CONTEXT_LOST for code in sorted(CONTEXT_LOST)},
     ("*", 802): "the NVSwitch fabric is not up yet: is nvidia-fabricmanager running?",
     ("*", 803): "libcuda.so and the kernel module differ in version: reboot, or mount the host's libraries",
     ("*", 804): "the compatibility libcuda.so does not work on this device: use the driver's own",
@@ -180,6 +184,11 @@ class DriverError(FabricError):
     def words(self) -> str:
         """The driver's words alone: `cuMemCreate -> 800 CUDA_ERROR_NOT_PERMITTED`."""
         return f"{self.call} -> {self.code} {self.name}"
+
+    @property
+    def is_sticky(self) -> bool:
+        """Whether nothing on this device works any more until the process exits."""
+        return self.code in STICKY
 
     @property
     def advice(self) -> str:
@@ -358,6 +367,16 @@ class Device:
         Weights are loaded by threads that never saw the context, and a library may have made another one current.
         """
         self.driver.cuCtxSetCurrent(self.context)
+
+    def upload(self, address: int, data: bytes) -> None:
+        """Copy to device memory; every other process and stream sees it. Blocks: for the copy, not for our streams.
+
+        The copying call returns when the bytes are taken, and may leave them on their way: streams that are not ordered
+        against the default one, and peers, would see what was there before. A memset before it is done as well.
+        """
+        self.bind()
+        self.driver.cuMemcpyHtoD(address, data, len(data))
+        self.driver.cuStreamSynchronize(DEFAULT_STREAM)
 
     def close(self) -> None:
         """Give the context back. Idempotent; after a failure it may be called again."""

@@ -3,8 +3,11 @@
 What a device claims in its attributes is not what it does: every rank makes a small slab in each way, maps those of its
 peers, rings them with the kernel, and the owner sees the rings arrive in a wait that was blocked before. Then all vote.
 
-Rule 1: every rank takes part in the same four gathers, whatever failed on it: nobody waits for one that gave up.
-Rule 2: `choose` and `suspects` are pure. A provider that was asked for by name is used or refused, never replaced.
+Rule 1: every rank takes part in the same gathers, three for each provider and one for the vote, whatever failed on it:
+        nobody waits for one that gave up.
+Rule 2: providers are tried one after another. A stream that will not be released spoils the device: nothing of it is
+        given back any more, for that may wait for ever, and this rank votes against all.
+Rule 3: `choose` and `suspects` are pure. A provider that was asked for by name is used or refused, never replaced.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +24,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from whalez.clock import now_ns
+from whalez.config import device_connections_warning
 from whalez.errors import CapabilityMissing, FabricError
 from whalez.fabric.cuda.doorbell import RELEASED
 from whalez.fabric.cuda.driver import Device, Driver, DriverError
@@ -36,7 +41,9 @@ Gather = Callable[[bytes], Sequence[bytes]]
 
 _log = logging.getLogger(__name__)
 
-ARRIVAL_S: Final = 1.0
+#: What a ring may take to end a wait. It is microseconds when both contexts run at once. Two processes of one device
+#: take turns of milliseconds, more of them longer; and a context that has run nothing yet may need a second or two.
+ARRIVAL_S: Final = 5.0
 _WORDS_MAX, _PEERS_WORDS_MAX = 2000, 16_000  # characters of one provider: a ballot has to fit into an offer of the hub
 _RUNG: Final = 0x5EED
 
@@ -192,11 +199,14 @@ class _Attempt:
     Closed by: `close`, on all ranks after the last gather
     """
 
-    def __init__(self, slabs: CudaSlabs, kernels: KernelSet | None, words: str) -> None:
+    def __init__(self, slabs: CudaSlabs, kernels: KernelSet | None, words: str, arrival_s: float = ARRIVAL_S) -> None:
         self.name = slabs.name
         self.words = words
         self.failed: dict[int, str] = {}
         self.memops: Memops | None = None
+        self.is_stuck = False  #: a stream stands in a wait that nothing has ended
+        self._is_drained = False
+        self._arrival_s = arrival_s
         self._slabs = slabs
         self._kernels = kernels
         self._opened: dict[int, CudaSlab] = {}
@@ -220,12 +230,14 @@ class _Attempt:
 
     def create(self) -> bytes:
         """Make slab and streams. The ticket, empty if it did not work."""
-        if self._kernels is None:
+        if self._kernels is None or self.words:
             return b""
         with self._noted():
             self._own = self._slabs.create()
-            for _ in range(2):
-                self._streams.append(CudaStream(self._slabs.device, self._kernels))
+            # Another priority has another hardware queue: what rings does not stand behind what waits.
+            _, greatest = self._slabs.device.driver.cuCtxGetStreamPriorityRange()
+            for priority in (0, int(greatest)):
+                self._streams.append(CudaStream(self._slabs.device, self._kernels, priority=priority))
             return self._slabs.ticket
         return b""
 
@@ -261,6 +273,7 @@ class _Attempt:
         if self.words:
             return
         _, ringing = self._streams
+        deadline = now_ns() + int(self._arrival_s * 1e9)  # of all of them
         for peer, theirs in self._opened.items():
             with self._noted(peer):
                 line = self._line(theirs, BELL_DATA, self._slabs.rank)
@@ -270,7 +283,7 @@ class _Attempt:
                 write = _words_of(lambda at=beside: ringing.write_value(at, 1))  # type: ignore[misc]
                 wait = _words_of(lambda at=beside: ringing.wait_value((at, 0)))  # type: ignore[misc]
                 self.memops = msgspec.structs.replace(self.memops, write_imported=write, wait_imported=wait)
-                _finish(ringing, f"{self.name}: ringing rank {peer}")
+                self._finish(ringing, f"ringing rank {peer}", deadline)
 
     def verify(self, rung_by: Sequence[int]) -> None:
         """See the rings of `rung_by` arrive, in the blocked wait and in memory."""
@@ -278,7 +291,9 @@ class _Attempt:
             return
         with self._noted():
             self._release([peer for peer in self._peers if peer not in rung_by])
-            _finish(self._streams[0], f"{self.name}: a wait for rings that came")
+            begun = now_ns()
+            self._finish(self._streams[0], "a wait for rings that came")
+            _log.info("%s: a wait for rings that came ended within %.1f ms", self.name, (now_ns() - begun) / 1e6)
         with self._noted():
             for peer in rung_by:
                 seen = self._seen(peer)
@@ -287,10 +302,21 @@ class _Attempt:
                         f"{self.name}: rank {peer} rang {_RUNG + peer:#x}, but {seen:#x} stands in the slab"
                     )
 
+    def _finish(self, stream: CudaStream, what: str, deadline: int = 0) -> None:
+        """Wait until a stream has run all of its entries, until `deadline` in ns, or for as long as a ring may take."""
+        begun = now_ns()
+        deadline = deadline or begun + int(self._arrival_s * 1e9)
+        while not stream.is_done():
+            if now_ns() > deadline:
+                waited_s = (now_ns() - begun) / 1e9
+                raise FabricError(f"{self.name}: {what} did not end within {waited_s:.1f} s of {self._arrival_s:g}")
+            time.sleep(0.0005)
+
     def unmap(self) -> None:
-        """When no stream of this rank is blocked any more."""
-        with self._noted():
-            self._slabs.close_peers()
+        """Not while a stream is blocked: the call would wait for it."""
+        if not self.is_stuck:
+            with self._noted():
+                self._slabs.close_peers()
 
     def _seen(self, peer: int) -> int:
         data = self._own.read(self._slabs.layout.bell_offset(BELL_DATA, peer), 8)
@@ -302,17 +328,26 @@ class _Attempt:
         if not blocked.is_done():
             for peer in peers:
                 ringing.write_value(self._line(self._own, BELL_DATA, peer), RELEASED)
-            _finish(ringing, f"{self.name}: releasing a wait")
+            self._finish(ringing, "releasing a wait")
 
     def unblock(self) -> None:
         """Whatever happened, no stream of this rank stands in a wait any more."""
-        if self._streams and self.memops is not None:
+        if not self._streams or self.memops is None or self.is_stuck or self._is_drained:
+            return
+        for _ in range(2):  # a call may fail once
             with self._noted():
                 self._release(self._peers)
-                _finish(self._streams[0], f"{self.name}: a wait that was released")
+                for stream in self._streams:
+                    self._finish(stream, "a wait that was released")
+                self._is_drained = True
+                return
+        self.is_stuck = True
 
     def close(self) -> None:
-        """Give everything back; what fails is tried once more."""
+        """Give everything back; what fails is tried once more. A device with a blocked stream keeps what it has."""
+        if self.is_stuck:
+            _log.error("%s: a stream is still blocked; it and its slabs stay until this process exits", self.name)
+            return
         for give_back in (*(stream.close for stream in self._streams), self._slabs.close):
             for _ in range(2):
                 with self._noted():
@@ -335,12 +370,11 @@ def _words_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-def _finish(stream: CudaStream, what: str) -> None:
-    deadline = now_ns() + ARRIVAL_S * 1e9
-    while not stream.is_done():
-        if now_ns() > deadline:
-            raise FabricError(f"{what} did not end within {ARRIVAL_S:g} s")
-        time.sleep(0.0005)
+class _Made(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has of one provider."""
+
+    provider: str
+    ticket: bytes  #: empty if no slab could be made
 
 
 def preflight(
@@ -353,47 +387,35 @@ def preflight(
     providers: Sequence[str] = tuple(PROVIDERS),
     machine: bytes | None = None,
     image: Callable[[Kernel], bytes] | None = None,
+    arrival_s: float = ARRIVAL_S,
 ) -> list[Ballot]:
-    """Try every provider with all peers. Collective: yes, four gathers.
+    """Try every provider with all peers. Collective: yes, three gathers for each provider, and one.
 
     Args:
-        host:    for people; `machine` says which ranks share one
-        gather:  may raise, as when a peer has died; everything is given back then
-        image:   machine code of a kernel, compiled now by default
+        host:       for people; `machine` says which ranks share one
+        gather:     may raise, as when a peer has died; everything is given back then. A rank may come to one five times
+                    `arrival_s` after another
+        image:      machine code of a kernel, compiled now by default
+        arrival_s:  what a ring may take to end a wait
     Returns: the ballots of all ranks, in rank order and equal on all: for `choose`
     """
     layout = _probe_layout(world)
     machine = this_machine() if machine is None else machine
-    with contextlib.ExitStack() as stack:
-        words, kernels = "", None
+    attempts: list[_Attempt] = []
+    words, kernels = "", None
+    try:
         try:
-            kernels = stack.enter_context(KernelSet(device, [doorbell_write_kernel], image))
+            kernels = KernelSet(device, [doorbell_write_kernel], image)
         except FabricError as error:
             words = str(error)
-        attempts = []
         for name in providers:
             slabs = PROVIDERS[name](layout, device=device, rank=rank, incarnation="preflight", machine=machine)
-            attempts.append(_Attempt(slabs, kernels, words))
-            stack.callback(attempts[-1].close)
-        for attempt in attempts:  # these run before the first `close`
-            stack.callback(attempt.unblock)
-        tickets = _gather(gather, [attempt.create() for attempt in attempts], list[bytes])
-        tables = [[_entry(peer, theirs[i]) for peer, theirs in enumerate(tickets)] for i in range(len(attempts))]
-        for attempt, entries in zip(attempts, tables, strict=True):
-            attempt.open(entries)
-        for attempt in attempts:
-            attempt.arm()
-        _gather(gather, None, Any)  # everybody's streams are blocked now
-        for attempt in attempts:
-            attempt.ring()
-        rung = _gather(gather, [attempt.probe() for attempt in attempts], list[Probe])
-        for i, attempt in enumerate(attempts):
-            rung_by = [p for p in range(world) if p != rank and not rung[p][i].words and rank not in rung[p][i].failed]
-            attempt.verify(rung_by)
-        for attempt in attempts:
-            attempt.unblock()
-        for attempt in attempts:
-            attempt.unmap()
+            attempts.append(_Attempt(slabs, kernels, words, arrival_s))
+            _try(attempts, rank, world, gather)
+            if attempts[-1].is_stuck:
+                words = f"{name}: a stream of this device is blocked for good: {attempts[-1].words}"
+        for attempt in attempts:  # what has worked before cannot be used on this device either
+            attempt.words = attempt.words or (words if any(each.is_stuck for each in attempts) else "")
         ballot = Ballot(
             rank=rank,
             host=host,
@@ -404,6 +426,36 @@ def preflight(
             memops=next((attempt.memops for attempt in attempts if attempt.memops is not None), None),
         )
         return _gather(gather, ballot, Ballot)  # all have unmapped; now what is mapped nowhere may go
+    finally:
+        for attempt in attempts:
+            attempt.unblock()
+        is_stuck = any(attempt.is_stuck for attempt in attempts)
+        for attempt in attempts:
+            if is_stuck:
+                attempt.is_stuck = True
+            attempt.close()
+        if kernels is not None and not is_stuck:
+            kernels.close()
+
+
+def _try(attempts: Sequence[_Attempt], rank: int, world: int, gather: Gather) -> None:
+    """One provider: the newest attempt. Of those before it, what was unmapped everywhere is given back."""
+    attempt = attempts[-1]
+    made = _gather(gather, _Made(provider=attempt.name, ticket=attempt.create()), _Made)
+    for peer, each in enumerate(made):
+        if each.provider != attempt.name:
+            raise FabricError(f"preflight: rank {peer} tries {each.provider}, this rank {attempt.name}")
+    if not any(each.is_stuck for each in attempts):
+        for before in attempts[:-1]:
+            before.close()
+    attempt.open([_entry(peer, each.ticket) for peer, each in enumerate(made)])
+    attempt.arm()
+    _gather(gather, None, Any)  # everybody's streams are blocked now
+    attempt.ring()
+    rung = _gather(gather, attempt.probe(), Probe)
+    attempt.verify([p for p in range(world) if p != rank and not rung[p].words and rank not in rung[p].failed])
+    attempt.unblock()
+    attempt.unmap()
 
 
 def agree(
@@ -424,6 +476,8 @@ def agree(
         _log.error("rank %d: %s", rank, error)
         raise
     agreement = Agreement(choice=choice, wait_by=mine.wait_by, memops=mine.memops)
+    if warning := device_connections_warning(os.environ):
+        _log.warning("rank %d: %s", rank, warning)
     _log.info("rank %d on %s, driver %d: %s", rank, mine.device, mine.driver_version, agreement)
     return agreement
 
@@ -440,8 +494,6 @@ def _gather(gather: Gather, mine: Any, kind: Any) -> list[Any]:
             part = msgspec.msgpack.decode(data, type=kind)
         except msgspec.MsgspecError as error:
             raise FabricError(f"preflight: rank {rank} sent what is no part of it: {error}") from None
-        if isinstance(mine, list) and len(part) != len(mine):
-            raise FabricError(f"preflight: rank {rank} tries {len(part)} providers, this rank {len(mine)}")
         parts.append(part)
     return parts
 
@@ -484,6 +536,8 @@ def main(argv: Sequence[str] = (), *, make_driver: MakeDriver = Driver, image: I
         pipe.send_bytes(mine)
         return [mine, other]
 
+    if warning := device_connections_warning(os.environ):
+        print(f"preflight: {warning}", file=sys.stderr)
     try:
         with Device(make_driver(), options.ordinal) as device:
             second.start()

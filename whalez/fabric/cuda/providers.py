@@ -55,10 +55,9 @@ class CudaSlab:
         return buffer.raw
 
     def write(self, offset: int, data: bytes) -> None:
-        """Copy into the slab. For start-up. Blocks: as `read`."""
+        """Copy into the slab; peers see it. For start-up. Blocks: as `read`."""
         self._check(offset, len(data))
-        self._device.bind()
-        self._device.driver.cuMemcpyHtoD(self.address + offset, data, len(data))
+        self._device.upload(self.address + offset, data)
 
 
 class CudaSlabs:
@@ -136,8 +135,7 @@ class CudaSlabs:
                 nbytes,
                 lambda: self._try_allocate(nbytes, teardown),
             )
-            self.device.driver.cuMemsetD8(address, 0, nbytes)
-            self.device.driver.cuCtxSynchronize()  # the memset may return before it has run
+            self.device.driver.cuMemsetD8(address, 0, nbytes)  # may return before it has run; the write waits for both
             slab = CudaSlab(self.device, self.rank, address, self.layout.nbytes)
             slab.write(0, make_header(self.layout, self.rank, self.incarnation).tobytes())
             self._handle = self._export_handle()

@@ -2,6 +2,8 @@
 
 Rule 1: nothing here compiles, allocates device memory or synchronises once `KernelSet` and `CudaStream` are made.
 Rule 2: a stream belongs to one thread; arguments are packed into its own buffers, which the driver copies.
+Rule 3: every entry binds the context. What was current a moment ago says nothing: a library may have made another one
+        current in this thread, and a thread may have the identity of one that is gone.
 Hot: yes; a superstep puts thousands of entries on a stream.
 """
 
@@ -10,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
@@ -168,7 +169,6 @@ class CudaStream:
             words = (ctypes.c_uint64 * 6).from_address(wait.getPtr())
             self._words.append(words)
         self._batches = [self._waits[:count] for count in range(BATCH_MAX + 1)]
-        self._thread = 0
         device.bind()
         self.handle = driver.cuStreamCreateWithPriority(_NON_BLOCKING, priority)
         self._teardown = Teardown()
@@ -182,15 +182,9 @@ class CudaStream:
     ) -> None:
         self.close()
 
-    def _bind(self) -> None:
-        thread = threading.get_ident()
-        if thread != self._thread:
-            self.device.bind()
-            self._thread = thread
-
     def launch(self, kernel: Kernel, grid: Dim, block: Dim, shared_bytes: int, *arguments: int | float) -> None:
         """Queue a kernel of the KernelSet; arguments are typed by its signature, pointers are addresses."""
-        self._bind()
+        self.device.bind()
         pack = self._packs[kernel.name]
         pack.pack_into(pack.buffer, 0, *arguments)
         grid_x, grid_y, grid_z = (grid, 1, 1) if isinstance(grid, int) else grid
@@ -213,7 +207,7 @@ class CudaStream:
         """Queue a wait until every u64 at `address`, of this device, has reached `value`, cyclically."""
         if not self.has_memops:
             raise CapabilityMissing("wait_value: this device refuses stream memory operations; wait by kernel instead")
-        self._bind()
+        self.device.bind()
         for begin in range(0, len(pairs), BATCH_MAX):
             some = pairs[begin : begin + BATCH_MAX]
             for words, (address, value) in zip(self._words, some, strict=False):
@@ -226,21 +220,21 @@ class CudaStream:
         if not self.has_memops:
             self.launch(doorbell_write_kernel, 1, 1, 0, address, value)
             return
-        self._bind()
+        self.device.bind()
         self._driver.cuStreamWriteValue64(self.handle, address, value, 0)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Queue a copy between any two places mapped here."""
-        self._bind()
+        self.device.bind()
         self._driver.cuMemcpyAsync(dst, src, nbytes, self.handle)
 
     def zero(self, dst: int, nbytes: int) -> None:
-        self._bind()
+        self.device.bind()
         self._driver.cuMemsetD8Async(dst, 0, nbytes, self.handle)
 
     def is_done(self) -> bool:
         """Whether everything queued has run. Raises DriverError if some of it failed. Blocks: no."""
-        self._bind()
+        self.device.bind()
         return self._driver.is_done(self.handle)
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Watchdog:
             slice_s:   how often that is looked at, and `on_slice` called, which may raise
             drain_s:   how long a released stream may take
         Raises: DoorbellTimeout with rank, window, expected and seen, the stream drained and the launch marked failed;
-                DriverError if a kernel failed; FabricError if the stream does not even drain
+                DriverError if a kernel failed or the context is lost; FabricError if the stream does not even drain
         """
         begun = moved = looked = now_ns()
         state: Any = None
@@ -93,15 +93,23 @@ class Watchdog:
 
     # ---- looking --------------------------------------------------------------------------------------------------
     def _fetch(self, at: int, source: int, nbytes: int, bound_s: float = 2.0) -> bool:
-        """Copy to the page-locked memory; False if the source cannot be read, as when its owner is gone."""
+        """Copy to the page-locked memory; False if the source cannot be read, as when its owner is gone.
+
+        A copy that has not ended in time may still write where it was told to, so no other one is queued behind it.
+        Raises: DriverError if the context is lost
+        """
         try:
+            if not self._other.is_done():
+                return False
             self.device.driver.cuMemcpyDtoHAsync(self._seen + at, source, nbytes, self._other.handle)
             deadline = now_ns() + bound_s * 1e9
             while not self._other.is_done():
                 if now_ns() > deadline:
                     return False
                 time.sleep(0.0001)
-        except DriverError:
+        except DriverError as error:
+            if error.is_sticky:
+                raise
             return False
         return True
 

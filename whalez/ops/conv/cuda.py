@@ -20,6 +20,7 @@ from numba import cuda
 from numba.cuda import types
 
 from whalez.ops.device.kernel import kernel
+from whalez.ops.device.limits import GRID_YZ_MAX, require_addresses, require_blocks
 from whalez.ops.device.ptx import cvt_bf16_f32, f32_from_bf16
 from whalez.ops.device.rowwise import (
     load_bits_x4,
@@ -67,7 +68,11 @@ def short_conv(
                                  overlap it otherwise
         scratch:    short_conv_scratch_bytes(rows, width) bytes, 16-aligned; read only if out is x or next_tail is tail
     Writes:   out[:T], next_tail, scratch
+    Raises:   ShapeError before any launch, as all here
     """
+    require_addresses(x=(x, 2), tail=(tail, 2), next_tail=(next_tail, 2), weight=(weight, 4), out=(out, 2))
+    require_addresses(scratch=(scratch, 16))
+    require_blocks("width", width, GRID_YZ_MAX * THREADS)
     if not rows:
         if next_tail not in (0, tail):
             stream.copy(next_tail, tail, 2 * TAIL * width)
@@ -111,6 +116,8 @@ def conv_tail(stream: Any, x: int, x_stride: int, tail: int, next_tail: int, row
         next_tail:  bf16 [3, D]  may be tail
     Writes:   next_tail
     """
+    require_addresses(x=(x, 2), tail=(tail, 2), next_tail=(next_tail, 2))
+    require_blocks("width", width, GRID_YZ_MAX * THREADS)
     quads = vectors_of(width, 4, (x, tail, next_tail), (x_stride, width))
     stream.launch(
         conv_tail_kernel, _grid(1, quads or width), THREADS, 0, x, x_stride, tail, next_tail, rows, quads, width
@@ -140,6 +147,8 @@ def short_conv_decode(
         out:     bf16 [B, D]     rows out_stride elements apart; may be x
     Writes:   out[:B], tails[slots]
     """
+    require_addresses(x=(x, 2), tails=(tails, 2), slots=(slots, 8), weight=(weight, 4), out=(out, 2))
+    require_blocks("width", width, GRID_YZ_MAX * THREADS)
     if not rows:
         return
     quads = vectors_of(width, 4, (x, tails, weight, out), (x_stride, slot_stride, out_stride, width))

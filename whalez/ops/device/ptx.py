@@ -42,7 +42,7 @@ def _asm(
     return signature(result, *arguments), generate
 
 
-_F4, _U4, _U2 = (types.UniTuple(types.float32, 4), types.UniTuple(types.uint32, 4), types.UniTuple(types.uint32, 2))
+_F4, _U4 = types.UniTuple(types.float32, 4), types.UniTuple(types.uint32, 4)
 _U16, _U32, _U64, _F32, _VOID = types.uint16, types.uint32, types.uint64, types.float32, types.void
 
 
@@ -63,12 +63,6 @@ def ld_acquire_sys_u64(typingctx: Any, address: Any) -> Any:
 def st_volatile_u64(typingctx: Any, address: Any, value: Any) -> Any:
     """Store to host-visible memory, not merged and not delayed by the compiler; orders nothing."""
     return _asm(_VOID, (_U64, _U64), "st.volatile.global.u64 [$0], $1;", "l,l", memory=True)
-
-
-@intrinsic
-def fence_acq_rel_sys(typingctx: Any) -> Any:
-    """Order this thread's accesses before it with those after it, for all observers in the system."""
-    return _asm(_VOID, (), "fence.acq_rel.sys;", "", memory=True)
 
 
 @intrinsic
@@ -110,18 +104,6 @@ def ldmatrix_x4_trans(typingctx: Any, address: Any) -> Any:
     return _asm(_U4, (_U32,), text, "=r,=r,=r,=r,r", memory=True)
 
 
-@intrinsic
-def ldmatrix_x2(typingctx: Any, address: Any) -> Any:
-    """Two 8x8 matrices; lanes 0..15 give the addresses."""
-    return _asm(_U2, (_U32,), "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, [$2];", "=r,=r,r", memory=True)
-
-
-@intrinsic
-def ldmatrix_x2_trans(typingctx: Any, address: Any) -> Any:
-    """As `ldmatrix_x2`, each matrix transposed on the way."""
-    return _asm(_U2, (_U32,), "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {$0,$1}, [$2];", "=r,=r,r", memory=True)
-
-
 # ---- copies from global to shared memory that run beside the arithmetic ----------------------------------------------
 @intrinsic
 def cp_async_16(typingctx: Any, shared: Any, address: Any) -> Any:
@@ -139,12 +121,6 @@ def cp_async_commit(typingctx: Any) -> Any:
 def cp_async_wait_all(typingctx: Any) -> Any:
     """Wait for all copies of this thread."""
     return _asm(_VOID, (), "cp.async.wait_all;", "", memory=True)
-
-
-@intrinsic
-def cp_async_wait_1(typingctx: Any) -> Any:
-    """Wait until at most one group of this thread is under way."""
-    return _asm(_VOID, (), "cp.async.wait_group 1;", "", memory=True)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------

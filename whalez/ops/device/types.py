@@ -17,3 +17,7 @@ i32 = types.int32
 u32 = types.uint32
 u64 = types.uint64
 f32 = types.float32
+
+#: Bytes that dynamic shared memory is aligned to: cp.async and ldmatrix take 16 at a time, and the swizzle of a tile
+#: counts in rows of 128.
+SHARED_ALIGN = 128

@@ -1,7 +1,7 @@
 """KDA on the device: what each step takes and leaves behind, and the kernels. The maths is in README.md.
 
 Twins of the host ops, with two differences. What `kda_prepare` makes goes into a buffer of its own, because q, k and v
-come as bf16 and the chunk products are kept in f32; and nothing is checked here but sizes: an address is an address.
+come as bf16 and the chunk products are kept in f32; and of an address nothing is checked but how it is aligned.
 
 The chunk products of one chunk of one head lie together as one *tile* of f32, all 64 rows of it, a ragged end filled
 up with zeros, so that what reads tiles knows no ragged chunk:
@@ -26,6 +26,7 @@ from numba.cuda import uint32
 
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import Kernel, kernel
+from whalez.ops.device.limits import require_addresses, require_blocks
 from whalez.ops.device.pointers import offset, shared_address_of, shared_pointer
 from whalez.ops.device.ptx import (
     address_of,
@@ -36,7 +37,7 @@ from whalez.ops.device.ptx import (
     f32_from_bf16,
 )
 from whalez.ops.device.stream import Stream
-from whalez.ops.device.types import bf16p, f32p, i64, i64p
+from whalez.ops.device.types import SHARED_ALIGN, bf16p, f32p, i64, i64p
 from whalez.ops.device.types import f32 as f32_t
 from whalez.ops.kda.host import CHUNK, chunks_count
 
@@ -294,7 +295,7 @@ def _prepare(dim: int) -> Kernel:
         g_tile = offset(g_tiles, (i_head * cuda.gridDim.x + i_chunk) * tile)
         g_p = offset(g_tile, 4 * CHUNK * dim)
 
-        s_x = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [LEVELS, CHUNK, PITCH] keys, decayed
+        s_x = shared_pointer(cuda.shared.array(0, f32, alignment=SHARED_ALIGN))  # [LEVELS, CHUNK, PITCH] keys, decayed
         s_y = offset(s_x, y_at)  # [LEVELS, CHUNK, PITCH] queries, decayed since the boundary before them
         s_k = offset(s_x, raw_at)  # [CHUNK, PITCH] as they came, queries behind them
         s_q = offset(s_k, level_count)
@@ -469,7 +470,7 @@ def _scan(dim: int, columns: int) -> Kernel:
         g_state = offset(g_state, i_head * dim * dim + column0 + 4 * t_x)
         g_out = offset(g_out, i_head * dim + column0 + 4 * t_x)
 
-        s_state = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [dim, columns]
+        s_state = shared_pointer(cuda.shared.array(0, f32, alignment=SHARED_ALIGN))  # [dim, columns]
         s_fresh = offset(s_state, fresh_at)  # [CHUNK, columns] U - Wm S: the values each token really writes
         s_even = offset(s_state, stages_at)
         s_odd = offset(s_even, stage)
@@ -582,7 +583,7 @@ def _package(dim: int, columns: int) -> Kernel:
         t_y = tid // threads_x
         g_tiles = offset(g_tiles, i_head * chunks * tile)
 
-        s_map = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [dim, columns]
+        s_map = shared_pointer(cuda.shared.array(0, f32, alignment=SHARED_ALIGN))  # [dim, columns]
         s_fresh = offset(s_map, fresh_at)  # [CHUNK, columns] U - Wm D, or -Wm M
         s_even = offset(s_map, stages_at)
         s_odd = offset(s_even, stage)
@@ -684,7 +685,7 @@ def _compose(dim: int) -> Kernel:
         g_d = offset(g_d, i_head * dim * dim)
         g_state = offset(g_state, i_head * dim * dim)
 
-        s_state = shared_pointer(cuda.shared.array(0, f32, alignment=16))  # [dim, dim]
+        s_state = shared_pointer(cuda.shared.array(0, f32, alignment=SHARED_ALIGN))  # [dim, dim]
         s_even = offset(s_state, stages_at)  # [dim, PITCH] sixteen columns of M
         s_odd = offset(s_even, stage)
         acc = cuda.local.array((thread_rows, thread_columns), f32)
@@ -847,12 +848,14 @@ def kda_gate(
         a_log:    f32 [H]
         dt_bias:  f32 [H, K]
     """
+    require_addresses(f=(f, 4), a_log=(a_log, 4), dt_bias=(dt_bias, 4))
     if rows:
         stream.launch(kda_gate_kernel, rows, THREADS, 0, f, f_stride, a_log, dt_bias, heads, key_dim)
 
 
 def kda_beta(stream: Stream, b: int, b_stride: int, rows: int, heads: int) -> None:
     """b <- sigmoid(b): the write strength. b: f32 [T, H] in place, rows b_stride values apart."""
+    require_addresses(b=(b, 4))
     if rows and heads:
         stream.launch(kda_beta_kernel, -(-rows * heads // THREADS), THREADS, 0, b, b_stride, rows, heads)
 
@@ -885,9 +888,11 @@ def kda_prepare(
         beta:   f32 [T, H]      after the sigmoid
         tiles:  kda_tiles_bytes, all of it written; on 16 bytes
         The inputs are only read.
-    Raises:   ShapeError for a head width without kernels
+    Raises:   ShapeError for a head width without kernels, and as all here for an address that is not aligned
     """
     width = _of(key_dim, value_dim)
+    require_addresses(q=(q, 2), k=(k, 2), v=(v, 2), g=(g, 4), beta=(beta, 4), tiles=(tiles, 16))
+    require_blocks("heads", heads)
     if rows:
         stream.launch(
             width.prepare,
@@ -918,6 +923,8 @@ def kda_scan(
     Raises:   ShapeError for a head width without kernels
     """
     width = _of(key_dim, value_dim)
+    require_addresses(tiles=(tiles, 16), state=(state, 4), out=(out, 2))
+    require_blocks("heads", heads)
     if rows:
         grid = (value_dim // width.scan_columns, heads, 1)
         stream.launch(width.scan, grid, THREADS, width.scan.shared_bytes, tiles, state, out, out_stride, rows)
@@ -936,6 +943,8 @@ def kda_package(
     Raises:   ShapeError for a head width without kernels
     """
     width = _of(key_dim, value_dim)
+    require_addresses(tiles=(tiles, 16), m=(m, 4), d=(d, 4))
+    require_blocks("heads", heads)
     grid = ((value_dim + key_dim) // width.package_columns, heads, 1)
     stream.launch(width.package, grid, THREADS, width.package.shared_bytes, tiles, m, d, chunks_count(rows))
 
@@ -943,6 +952,8 @@ def kda_package(
 def kda_package_d(stream: Stream, tiles: int, d: int, rows: int, heads: int, key_dim: int, value_dim: int) -> None:
     """Only `d` of kda_package, the state after the segment run from zero: all that the first member of a gang sends."""
     width = _of(key_dim, value_dim)
+    require_addresses(tiles=(tiles, 16), d=(d, 4))
+    require_blocks("heads", heads)
     grid = (value_dim // width.package_columns, heads, 1)
     stream.launch(width.package, grid, THREADS, width.package.shared_bytes, tiles, 0, d, chunks_count(rows))
 
@@ -956,6 +967,7 @@ def kda_compose(stream: Stream, m: int, d: int, state: int, heads: int, key_dim:
         state:  f32 [H, K, V]  in and out, packed, on 16 bytes
     """
     width = _of(key_dim, value_dim)
+    require_addresses(m=(m, 16), d=(d, 4), state=(state, 16))
     if heads:
         stream.launch(width.compose, heads, THREADS, width.compose.shared_bytes, m, d, state)
 
@@ -992,9 +1004,14 @@ def kda_decode(
         states:   f32 [S, H, K, V]  in place, rows `slots` only; packed
         slots:    int64 [B]         distinct
         out:      bf16 [B, H, V]    may be v
+    Raises:   ShapeError, also for more than 65,535 requests, which a grid does not take
     """
     width = _of(key_dim, value_dim)
+    require_addresses(q=(q, 2), k=(k, 2), v=(v, 2), g=(g, 4), beta=(beta, 4))
+    require_addresses(states=(states, 4), slots=(slots, 8), out=(out, 2))
+    require_blocks("heads", heads)
     if rows:
+        require_blocks("rows", rows)
         stream.launch(
             width.decode,
             (value_dim // DECODE_COLUMNS, heads, rows),

@@ -13,6 +13,7 @@ from numba import cuda
 
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import kernel
+from whalez.ops.device.limits import require_addresses
 from whalez.ops.device.rowwise import copy_bf16x8_thread, vectors_of
 from whalez.ops.device.types import bf16p, i32p, i64, i64p
 from whalez.ops.norm.cuda import rms_norm
@@ -29,7 +30,9 @@ def latent_norm(stream: Any, c: int, c_stride: int, weight: int, eps: float, row
         weight:  f32 [R]
         eps:     added to the mean of squares
     Writes:   c[:T, :R] only
+    Raises:   ShapeError before any launch, as all here
     """
+    require_addresses(c=(c, 2), weight=(weight, 4))
     rms_norm(stream, c, c_stride, weight, eps, c, c_stride, rows, rank)
 
 
@@ -56,6 +59,7 @@ def latent_append(
     Raises:   ShapeError before any launch, if the pages do not hold start + count rows
     """
     _require_room(start, count, pages_count, page_tokens)
+    require_addresses(rows=(rows, 2), pool=(pool, 2), pages=(pages, 4))
     if count:
         octets = vectors_of(width, 8, (rows, pool), (rows_stride, width))
         stream.launch(
@@ -86,6 +90,7 @@ def latent_gather(
     Raises:   ShapeError before any launch, if the pages do not hold start + count rows
     """
     _require_room(start, count, pages_count, page_tokens)
+    require_addresses(pool=(pool, 2), pages=(pages, 4), out=(out, 2))
     if count:
         octets = vectors_of(width, 8, (out, pool), (out_stride, width))
         stream.launch(
@@ -114,7 +119,9 @@ def latent_append_decode(
         pages:      int32 [B, n]       tables, pages_stride elements apart
         positions:  int64 [B]          each below n * page_tokens
     Writes:   one row per request
+    Raises:   ShapeError before any launch
     """
+    require_addresses(rows=(rows, 2), pool=(pool, 2), pages=(pages, 4), positions=(positions, 8))
     if requests:
         octets = vectors_of(width, 8, (rows, pool), (rows_stride, width))
         stream.launch(

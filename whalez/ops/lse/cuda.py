@@ -14,6 +14,7 @@ from numba import cuda
 
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import kernel
+from whalez.ops.device.limits import GRID_YZ_MAX, require_addresses, require_blocks
 from whalez.ops.device.ptx import cvt_bf16_f32
 from whalez.ops.device.rowwise import (
     load_x1,
@@ -57,6 +58,8 @@ def lse_merge(
     """
     if part_base not in (math.e, 2.0):
         raise ShapeError(f"part_base: expected e or 2.0, got {part_base}")
+    part_align = 2 if part_is_bf16 else 4
+    require_addresses(acc=(acc, 4), acc_lse=(acc_lse, 4), part=(part, part_align), part_lse=(part_lse, 4))
     if not tokens:
         return
     quads = vectors_of(value_dim, 4, (acc, part), (acc_stride, part_stride, value_dim))
@@ -97,7 +100,9 @@ def lse_finalise(
         acc_lse:  f32 [T, H]      packed
         out:      bf16 [T, H, V]  tokens out_stride elements apart; may not overlap acc
     Writes:   out[:T] only
+    Raises:   ShapeError before any launch
     """
+    require_addresses(acc=(acc, 4), acc_lse=(acc_lse, 4), out=(out, 2))
     if not tokens:
         return
     quads = vectors_of(value_dim, 4, (acc, out), (acc_stride, out_stride, value_dim))
@@ -109,6 +114,7 @@ def lse_finalise(
 
 def _grid(tokens: int, heads: int) -> tuple[tuple[int, int, int], int]:
     # Tokens on x, which may be 2^31 - 1 long; no division of a flat index, which costs as much as half a row.
+    require_blocks("heads", heads, GRID_YZ_MAX * WARPS_MAX)
     warps = min(heads, WARPS_MAX)
     return (tokens, -(-heads // warps), 1), 32 * warps
 

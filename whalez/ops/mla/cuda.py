@@ -25,6 +25,7 @@ from numba.cuda.types import float32, int32, int64, uint32, uint64
 
 from whalez.errors import ShapeError
 from whalez.ops.device.kernel import Kernel, kernel
+from whalez.ops.device.limits import GRID_YZ_MAX, require_addresses, require_blocks, require_multiples
 from whalez.ops.device.ptx import (
     cp_async_16,
     cp_async_commit,
@@ -39,7 +40,7 @@ from whalez.ops.device.ptx import (
     shared_address,
 )
 from whalez.ops.device.stream import Stream
-from whalez.ops.device.types import bf16p, f32, f32p, i32, i32p, i64, i64p, u32p
+from whalez.ops.device.types import SHARED_ALIGN, bf16p, f32, f32p, i32, i32p, i64, i64p, u32p
 from whalez.ops.lse.cuda import lse_finalise, lse_merge
 
 _inlined = cuda.jit(device=True, forceinline=True)
@@ -50,7 +51,6 @@ LOG2_E = np.float32(math.log2(math.e))
 EMPTY = np.float32(-np.inf)
 ZERO = np.float32(0.0)
 ALL_LANES = 0xFFFFFFFF
-GRID_YZ_MAX = 65535
 
 
 # ---- pieces of both attention kernels -------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def _attend(tile: AttendTile) -> Kernel:
 
         how: bit 0 causal, bit 1 out is bf16 (pairs in g_out_pairs) and not f32 (g_out)
         """
-        s_tiles = shared_address(cuda.shared.array(0, uint32))
+        s_tiles = shared_address(cuda.shared.array(0, uint32, alignment=SHARED_ALIGN))
         lane = cuda.threadIdx.x & 31
         # Deep blocks first: under a causal mask they take longest.
         first = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * QUERIES
@@ -477,7 +477,7 @@ def mla_decode_split_kernel(
     s_words they add the quarters up, in one order, so that all four hold the same scores and soften them alike. Then
     each folds its own quarter of the output columns.
     """
-    s_words = cuda.shared.array(0, float32)
+    s_words = cuda.shared.array(0, float32, alignment=SHARED_ALIGN)
     s_tiles = shared_address(s_words)
     lane = cuda.threadIdx.x & 31
     warp = cuda.threadIdx.x >> 5
@@ -626,10 +626,13 @@ def mla_project_kernel(g_mean: Any, g_w: Any, g_out: Any, heads: Any, nope: Any,
 # ---- the ops: launches ----------------------------------------------------------------------------------------------
 
 
-def _require_multiples(what: str, *values: tuple[str, int, int]) -> None:
-    for name, value, divisor in values:
-        if value % divisor:
-            raise ShapeError(f"{name}: expected a multiple of {divisor} as {what}, got {value:#x}")
+def _require_attend(queries: int, keys: int, heads: int, dims: tuple[int, int, int], scale: float) -> None:
+    if dims not in ATTEND_TILES:
+        raise ShapeError(f"dims: expected one of {sorted(ATTEND_TILES)}, got {dims}")
+    if queries < 0 or keys < 0 or not 0 < heads <= GRID_YZ_MAX:
+        raise ShapeError(f"queries, keys, heads: expected >= 0, >= 0, 1..{GRID_YZ_MAX}, got {queries}, {keys}, {heads}")
+    if not scale > 0:
+        raise ShapeError(f"scale: expected a positive number, got {scale}")
 
 
 def mla_attend(
@@ -671,19 +674,12 @@ def mla_attend(
     Cost:     2 * H * (n+r+v) FLOP per visible (query, key) pair; reads K and V once per 128 queries
     Raises:   ShapeError before any launch
     """
-    if dims not in ATTEND_TILES:
-        raise ShapeError(f"dims: expected one of {sorted(ATTEND_TILES)}, got {dims}")
+    _require_attend(queries, keys, heads, dims, scale)
     nope, shared, value = dims
-    if queries < 0 or keys < 0 or not 0 < heads <= GRID_YZ_MAX:
-        raise ShapeError(f"queries, keys, heads: expected >= 0, >= 0, 1..{GRID_YZ_MAX}, got {queries}, {keys}, {heads}")
-    if not scale > 0:
-        raise ShapeError(f"scale: expected a positive number, got {scale}")
     q_row, kv_row = q_row or heads * (nope + shared), kv_row or heads * (nope + value)
     kr_row, out_row = kr_row or shared, out_row or heads * value
-    _require_multiples(
-        "row", ("q_row", q_row, 2), ("kv_row", kv_row, 8), ("kr_row", kr_row, 8), ("out_row", out_row, 2)
-    )
-    _require_multiples("address", ("q", q, 4), ("kv", kv, 16), ("kr", kr, 16), ("out", out, 4), ("lse", lse, 4))
+    require_multiples("row", ("q_row", q_row, 2), ("kv_row", kv_row, 8), ("kr_row", kr_row, 8), ("out_row", out_row, 2))
+    require_addresses(q=(q, 4), kv=(kv, 16), kr=(kr, 16), out=(out, 4), lse=(lse, 4))
     if not queries:
         return
     tile, attend_kernel = ATTEND_TILES[dims]
@@ -740,6 +736,8 @@ def mla_attend_context(
     """
     if window < 1 or start < 0:
         raise ShapeError(f"window, start: expected >= 1, >= 0, got {window}, {start}")
+    _require_attend(queries, start + queries, heads, dims, scale)
+    require_addresses(q=(q, 4), out=(out, 4), lse=(lse, 4), acc=(acc, 4), part=(part, 4), part_lse=(part_lse, 4))
     how: dict[str, Any] = {"heads": heads, "dims": dims, "scale": scale}
     if start + queries <= window:
         w = read(0, start + queries)
@@ -821,13 +819,9 @@ def mla_decode_absorbed(
     Cost:     reads lengths * (R+r) * 2 bytes once per 32 heads
     Raises:   ShapeError before any launch
     """
-    if not 0 <= requests <= GRID_YZ_MAX or heads < 1 or not 0 < shares <= GRID_YZ_MAX:
-        limits = f"0..{GRID_YZ_MAX}, >= 1, 1..{GRID_YZ_MAX}"
-        raise ShapeError(f"requests, heads, shares: expected {limits}, got {requests}, {heads}, {shares}")
-    if page_tokens < 1 or not scale > 0:
-        raise ShapeError(f"page_tokens, scale: expected >= 1, > 0, got {page_tokens}, {scale}")
-    _require_multiples("address", ("q_absorbed", q_absorbed, 4), ("pool", pool, 16), ("out", out, 4))
-    _require_multiples("address", ("scratch", scratch, 16))
+    _require_decode(requests, heads, shares, page_tokens, scale)
+    require_addresses(q_absorbed=(q_absorbed, 4), pool=(pool, 16), pages=(pages, 4), lengths=(lengths, 8))
+    require_addresses(out=(out, 4), scratch=(scratch, 16))
     if not requests:
         return
     part_lse = scratch + _decode_scratch(requests, heads, shares)[0]
@@ -836,6 +830,14 @@ def mla_decode_absorbed(
         q_absorbed, pool, pages, lengths, scratch, part_lse, heads, pages_row, page_tokens, scale,
     )  # fmt: skip
     stream.launch(mla_decode_merge_kernel, (heads, requests, 1), RANK // 2, 0, scratch, part_lse, out, heads, shares)
+
+
+def _require_decode(requests: int, heads: int, shares: int, page_tokens: int, scale: float) -> None:
+    if not 0 <= requests <= GRID_YZ_MAX or heads < 1 or not 0 < shares <= GRID_YZ_MAX:
+        limits = f"0..{GRID_YZ_MAX}, >= 1, 1..{GRID_YZ_MAX}"
+        raise ShapeError(f"requests, heads, shares: expected {limits}, got {requests}, {heads}, {shares}")
+    if page_tokens < 1 or not scale > 0:
+        raise ShapeError(f"page_tokens, scale: expected >= 1, > 0, got {page_tokens}, {scale}")
 
 
 def mla_absorb(
@@ -850,9 +852,13 @@ def mla_absorb(
         dims:       (n, r, v)
     Writes:   q_absorbed, all rows
     Cost:     reads the key half of w_kv_b once per request; a GEMM per head is cheaper from a few requests on
+    Raises:   ShapeError before any launch
     """
     nope, shared, value = dims
+    require_multiples("dim", ("nope", nope, 2), ("shared", shared, 2), ("value", value, 2))
+    require_addresses(q=(q, 4), w_kv_b=(w_kv_b, 4), q_absorbed=(q_absorbed, 4))
     if requests:
+        require_blocks("requests", requests)
         stream.launch(
             mla_absorb_kernel, (heads, requests, 1), GEMV_THREADS, 0,
             q, w_kv_b, q_absorbed, heads, nope, shared, value, RANK,
@@ -864,7 +870,10 @@ def mla_project(
 ) -> None:
     """out[b, h] = W_V mean[b, h]: bf16 [B, H, R] -> bf16 [B, H, v]. Arguments as mla_absorb."""
     nope, _, value = dims
+    require_multiples("dim", ("nope", nope, 2), ("value", value, 2))
+    require_addresses(mean=(mean, 4), w_kv_b=(w_kv_b, 4), out=(out, 2))
     if requests:
+        require_blocks("requests", requests)
         stream.launch(
             mla_project_kernel, (heads, requests, 1), GEMV_THREADS, 0, mean, w_kv_b, out, heads, nope, value, RANK
         )
@@ -890,8 +899,11 @@ def mla_decode(
 ) -> None:
     """The host's mla_decode: absorb, attend to the latent rows, project. Arguments as those three.
 
-    q bf16 [B, H, n+r], out bf16 [B, H, v]; n and v free, R = 512, r = 64
+    q bf16 [B, H, n+r], out bf16 [B, H, v]; n and v free but even, R = 512, r = 64
     """
+    _require_decode(requests, heads, shares, page_tokens, scale)
+    require_addresses(q=(q, 4), w_kv_b=(w_kv_b, 4), pool=(pool, 16), pages=(pages, 4), lengths=(lengths, 8))
+    require_addresses(out=(out, 2), scratch=(scratch, 16))
     if dims[1] != RANK_SHARED or dims[0] % 2 or dims[2] % 2:
         raise ShapeError(f"dims: expected (even, {RANK_SHARED}, even), got {dims}")
     part, part_lse, absorbed, _ = _decode_scratch(requests, heads, shares)

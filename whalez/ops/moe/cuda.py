@@ -11,6 +11,7 @@ from typing import Any
 from numba import cuda
 
 from whalez.ops.device.kernel import kernel
+from whalez.ops.device.limits import GRID_YZ_MAX, require_addresses, require_blocks
 from whalez.ops.device.ptx import cvt_bf16_f32
 from whalez.ops.device.rowwise import (
     load_bf16x8_thread,
@@ -31,7 +32,10 @@ def swiglu(stream: Any, gate_up: int, gate_up_stride: int, out: int, out_stride:
         gate_up:  bf16 [T, 2I]  rows gate_up_stride elements apart; gate in the first I columns, up in the last
         out:      bf16 [T, I]   rows out_stride elements apart; may be gate_up (then the strides are equal)
     Writes:   out[:T] only
+    Raises:   ShapeError before any launch
     """
+    require_addresses(gate_up=(gate_up, 2), out=(out, 2))
+    require_blocks("width", width, GRID_YZ_MAX * THREADS)
     if not rows:
         return
     octets = vectors_of(width, 8, (gate_up, out), (gate_up_stride, out_stride, width))

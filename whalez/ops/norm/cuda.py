@@ -13,6 +13,7 @@ from typing import Any
 from numba import cuda
 
 from whalez.ops.device.kernel import kernel
+from whalez.ops.device.limits import GRID_YZ_MAX, require_addresses, require_blocks
 from whalez.ops.device.ptx import cvt_bf16_f32
 from whalez.ops.device.rowwise import (
     block_sum_block,
@@ -42,7 +43,9 @@ def rms_norm(
         weight:  f32 [D]
         out:     bf16 [T, D]  rows out_stride elements apart; may be x
     Writes:   out[:T] only
+    Raises:   ShapeError before any launch, as all here
     """
+    require_addresses(x=(x, 2), weight=(weight, 4), out=(out, 2))
     if not rows:
         return
     octets = vectors_of(width, 8, (x, weight, out), (x_stride, out_stride))
@@ -70,6 +73,7 @@ def gated_rms_norm(
         gate:    bf16 [T, H, V]  before the sigmoid; rows gate_stride elements apart
     Writes:   o[:T] only
     """
+    require_addresses(o=(o, 2), weight=(weight, 4), gate=(gate, 2))
     if not rows:
         return
     quads = vectors_of(width, 4, (o, weight, gate), (o_stride, gate_stride, width))
@@ -86,6 +90,7 @@ def l2_norm(stream: Any, x: int, x_stride: int, rows: int, heads: int, width: in
         x:  bf16 [T, H, K]  in place; rows x_stride elements apart
     Writes:   x[:T] only
     """
+    require_addresses(x=(x, 2))
     if not rows:
         return
     quads = vectors_of(width, 4, (x,), (x_stride, width))
@@ -95,6 +100,7 @@ def l2_norm(stream: Any, x: int, x_stride: int, rows: int, heads: int, width: in
 
 def _heads_grid(rows: int, heads: int) -> tuple[tuple[int, int, int], int]:
     # Rows on x, which may be 2^31 - 1 long, and no division of a flat index, which costs as much as half a head.
+    require_blocks("heads", heads, GRID_YZ_MAX * HEAD_WARPS_MAX)
     warps = min(heads, HEAD_WARPS_MAX)
     return (rows, -(-heads // warps), 1), 32 * warps
 

@@ -59,6 +59,11 @@ def _saturating(m: re.Match[str]) -> str:
     return f"= call {m['i']} @llvm.fpto{m['sign']}i.sat.{m['i']}.f{bits}({m['t']} {m['v']})"
 
 
+def _odd_multiple(offset: int, align: int) -> int:
+    """The first odd multiple of `align` at or behind `offset`."""
+    return offset + (align - offset) % (2 * align)
+
+
 class _Function:
     """What is known of the names of the function that is being rewritten."""
 
@@ -196,11 +201,15 @@ class Rewriter:
         return "\n".join(definition(s, n, self.kernel) for s, n in self.sites.items())
 
     def shared_layout(self) -> tuple[str, int]:
-        """IR constants with the offset of every shared array, and the static bytes before the dynamic ones."""
+        """IR constants with the offset of every shared array, and the static bytes before the dynamic ones.
+
+        The dynamic ones lie at an odd multiple of the alignment they declare: a kernel that needs more faults here, and
+        not only where a linker puts them there.
+        """
         globals_text = "\n".join(f"@g{i} = global {t} undef" for i, (t, _, _) in enumerate(self.shared.values()))
         layout = ll.create_target_data("")
         sizes = [layout.get_abi_size(g.global_value_type) for g in ll.parse_assembly(globals_text).global_variables]
-        offset, dynamic_align, at = 0, 16, {}
+        offset, dynamic_align, at = 0, 1, {}
         for (name, (_, dynamic, align)), size in zip(self.shared.items(), sizes, strict=True):
             if dynamic:
                 dynamic_align = max(dynamic_align, align)
@@ -208,6 +217,7 @@ class Rewriter:
                 offset = (offset + align - 1) & -align
                 at[name] = offset
                 offset += size
-        offset = (offset + dynamic_align - 1) & -dynamic_align
+        if any(dynamic for _, dynamic, _ in self.shared.values()):
+            offset = _odd_multiple(offset, dynamic_align)
         lines = [f"@simt_off_{n} = constant i64 {at.get(n, offset)}" for n in self.shared]
         return "\n".join(lines), offset
