@@ -23,7 +23,7 @@ from whalez.errors import OutputError, RequestError, WhalezError
 from whalez.version import __version__
 
 if TYPE_CHECKING:
-    from whalez.fleet import Fleet, Generated
+    from whalez.fleet import Generated
 
 
 class Signalled(BaseException):
@@ -263,7 +263,9 @@ def _print_result(result: Generated) -> None:
 @click.option("--listen", required=True, metavar="HOST:PORT", help="One URL for all ranks; rank r on PORT + 1 + r.")
 @click.option("--restart", is_flag=True, help="Start the world again after a failure; not with --hold-on-failure.")
 @click.option("--trace", is_flag=True, help="Have every rank write one line per prefill launch to the run folder.")
-@click.option("--hold-on-failure", is_flag=True, help="Keep failed ranks for a debugger until Ctrl-C; not with --restart.")
+@click.option(
+    "--hold-on-failure", is_flag=True, help="Keep failed ranks for a debugger until Ctrl-C; not with --restart."
+)
 @_run
 @fleet_options
 @rank_options

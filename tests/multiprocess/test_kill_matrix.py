@@ -174,7 +174,7 @@ def test_an_operation_longer_than_stuck_s_that_gets_on_disturbs_nobody(tiny: Pat
 
 @pytest.mark.slow
 def test_a_wedged_rank_can_be_held_for_a_debugger(tiny: Path, tmp_path: Path) -> None:
-    """The wedged rank's watchdog holds it, and it still leaves when the fleet is stopped, as do those that wait for it."""
+    """The wedged rank's watchdog holds it; it still leaves when the fleet is stopped, as do those that wait for it."""
     victim = Victim(1, "data", tmp_path / "mark")
     lines: list[str] = []
     fleet = Fleet(
