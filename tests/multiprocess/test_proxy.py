@@ -1,8 +1,9 @@
 """Frames between one rank and the hub that are lost, repeated, late or cut in the middle.
 
-What starts the world is said again until it is answered, so it may get lost or come twice; what is late costs time. A
-message of the running world that gets lost or comes twice, and from the table on a connection that is cut, ends the world
-within seconds, with an error that names the rank and why. Nothing changes an answer, and no request waits for ever.
+What starts the world is said again until it is answered, so it may get lost or come twice; what is late costs time.
+A message of the running world that gets lost or comes twice, and from the table on a connection that is cut, ends the
+world within seconds, with an error that names the rank and why. Nothing changes an answer, and no request waits for
+ever.
 """
 
 from __future__ import annotations
