@@ -134,7 +134,7 @@ def dies_while_serving(fleet: Fleet, victim: Victim, fault: str) -> float:
 
 
 def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path) -> None:
-    """Two fleets at a time, for half of a cell is waiting."""
+    """Three fleets at a time, for most of a cell is waiting."""
 
     def try_cell(each: tuple[str, int, str]) -> None:
         folder = tmp_path / each[0]
@@ -145,7 +145,7 @@ def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path) -> None:
             error.add_note(f"in the cell {each}")
             raise
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         list(pool.map(try_cell, QUICK))
 
 
