@@ -23,7 +23,7 @@ from whalez.errors import OutputError, RequestError, WhalezError
 from whalez.version import __version__
 
 if TYPE_CHECKING:
-    from whalez.fleet import Fleet, Generated
+    from whalez.fleet import Generated
 
 
 class Signalled(BaseException):
@@ -261,9 +261,11 @@ def _print_result(result: Generated) -> None:
 @_model
 @_world
 @click.option("--listen", required=True, metavar="HOST:PORT", help="One URL for all ranks; rank r on PORT + 1 + r.")
-@click.option("--restart", is_flag=True, help="Start the world again after a failure.")
+@click.option("--restart", is_flag=True, help="Start the world again after a failure; not with --hold-on-failure.")
 @click.option("--trace", is_flag=True, help="Have every rank write one line per prefill launch to the run folder.")
-@click.option("--hold-on-failure", is_flag=True, help="Keep failed ranks for a debugger until Ctrl-C.")
+@click.option(
+    "--hold-on-failure", is_flag=True, help="Keep failed ranks for a debugger until Ctrl-C; not with --restart."
+)
 @_run
 @fleet_options
 @rank_options
@@ -271,23 +273,14 @@ def fleet_command(model: Path, world: int, listen: str, restart: bool, run_dir: 
     """Serve all ranks behind one URL until Ctrl-C, or until `whalez admin drain all`."""
     from whalez.fleet import Fleet
 
+    if restart and settings["hold_on_failure"]:
+        raise click.UsageError("--restart and --hold-on-failure: a world whose ranks stay cannot start again")
     # A fleet that never served has a wrong setting or checkpoint; starting it again would not mend that.
     with Fleet(model, world, listen=listen, run_dir=run_dir, keep_front=restart, progress=_say, **settings) as fleet:
-        _say_urls(fleet, listen)
         if restart:
             fleet.serve_on()
         else:
             fleet.wait()
-
-
-def _say_urls(fleet: Fleet, listen: str) -> None:
-    from whalez.serve.process import parse_listen
-
-    host, port = parse_listen(listen)
-    shown = f"[{host}]" if ":" in host else host
-    for rank in range(fleet.world):
-        _say(f"rank {rank}: http://{shown}:{port + 1 + rank}")
-    _say(f"all ranks: http://{shown}:{port} (logs in {fleet.run_dir})")
 
 
 @whalez.command()

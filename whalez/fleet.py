@@ -242,7 +242,8 @@ class Fleet:
         trace: have every rank write one line per prefill launch to run_dir
         keep_front: the front outlives a failed world and answers 503 until `restart` or `stop`
         keys: folder of `whalez keys`: only ranks with a key of it join the hub
-        hold_on_failure: a rank that fails stays for a debugger, and no other is killed, until `stop`
+        hold_on_failure: a rank that fails stays for a debugger, and no other is killed, until `stop`; a world of which
+            ranks stay cannot start again, so not with `keep_front`
         start_s: the world has this long to come up
         progress: called with one line for each thing that happened
         settings: fleet settings by name (`segment_floor=64`), see `FleetConfig`
@@ -277,6 +278,8 @@ class Fleet:
             port = parse_listen(listen)[1]
             if not 0 < port <= 65535 - world:
                 raise ConfigError(f"listen: expected a port between 1 and {65535 - world}, got {port}")
+        if hold_on_failure and keep_front:
+            raise ConfigError("hold_on_failure: not with keep_front, for a world whose ranks stay cannot start again")
         self.world = world
         self.listen = listen
         self.settings = settings
@@ -570,6 +573,15 @@ class Fleet:
         if self.hold_on_failure:
             self._watching = asyncio.create_task(self._tell_of_held())
         self._progress(f"{self.world} ranks serve after {time.monotonic() - began:.1f} s")
+        if self.listen is not None:
+            self._say_urls(self.listen)
+
+    def _say_urls(self, listen: str) -> None:
+        host, port = parse_listen(listen)
+        shown = f"[{host}]" if ":" in host else host
+        for rank in range(self.world):
+            self._progress(f"rank {rank}: http://{shown}:{port + 1 + rank}")
+        self._progress(f"all ranks: http://{shown}:{port} (logs in {self.run_dir})")
 
     async def _unless_failed(self, tasks: Sequence[asyncio.Task[None]], began: float) -> None:
         """Wait for the tasks. Raises the fleet's failure as soon as there is one."""

@@ -42,11 +42,13 @@ def ranks(*numbers: int) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def gives_up(peer: int, kind: int, expected: int, seen: int) -> Iterator[None]:
+def gives_up(peer: int, kind: int, expected: int, seen: int, root: int | None = None) -> Iterator[None]:
+    """`root`: the rank that is blamed; None where the bells have old waits in them."""
     with pytest.raises(DoorbellTimeout) as caught:
         yield
     got = caught.value
     assert (got.peer, got.kind, got.expected, got.seen) == (peer, BELL_KINDS[kind], expected, seen)
+    assert root is None or got.root == root
 
 
 # ---- values ---------------------------------------------------------------------------------------------------
@@ -224,6 +226,27 @@ def test_a_cycle_of_waits_is_stuck(make_world: World) -> None:
         bells[1].wait(BELL_DATA, ranks(0), 5)
     with gives_up(1, BELL_DATA, 5, 0):
         bells[0].wait(BELL_DATA, ranks(1), 5)
+
+
+@pytest.mark.parametrize(
+    ("waits", "root"),
+    [
+        ({}, 1),
+        ({1: 2}, 2),
+        ({1: 2, 2: 3}, 3),
+        ({1: 2, 2: 0}, 1),  # circles, through the waiting rank and beside it: nobody is at their end
+        ({1: 2, 2: 3, 3: 1}, 1),
+        ({1: 2, 2: 3, 3: 2}, 1),
+        ({2: 3}, 1),  # of no concern
+    ],
+)
+def test_who_is_blamed_is_at_the_end_of_the_chain(make_world: World, waits: dict[int, int], root: int) -> None:
+    bells = make_world(4, **QUICK)
+    for waiting, awaited in waits.items():
+        with pytest.raises(DoorbellTimeout):
+            bells[waiting].wait(BELL_DATA, ranks(awaited), 5)
+    with gives_up(1, BELL_COMBINE, 9, 0, root):
+        bells[0].wait(BELL_COMBINE, ranks(1), 9)
 
 
 def test_status_is_empty_after_a_wait_that_was_answered(make_world: World) -> None:

@@ -39,6 +39,7 @@ HUB_MESSAGES = [
     msg.Bye(rank=1),
     msg.Died(rank=1, how="gone"),
     wire.Beat(rank=1),
+    wire.Beat(rank=1, on_frames=True, count=70_000),
     wire.Probe(rank=1),
     wire.Echo(rank=1),
 ]

@@ -22,6 +22,7 @@ from helpers.faults import (
     check_survivors,
     error_of,
     failure_of,
+    post_mortems,
     starting,
     strike,
     wait_until,
@@ -133,7 +134,7 @@ def dies_while_serving(fleet: Fleet, victim: Victim, fault: str) -> float:
 
 
 def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path) -> None:
-    """Two fleets at a time, for half of a cell is waiting."""
+    """Three fleets at a time, for most of a cell is waiting."""
 
     def try_cell(each: tuple[str, int, str]) -> None:
         folder = tmp_path / each[0]
@@ -144,7 +145,7 @@ def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path) -> None:
             error.add_note(f"in the cell {each}")
             raise
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         list(pool.map(try_cell, QUICK))
 
 
@@ -169,3 +170,36 @@ def test_an_operation_longer_than_stuck_s_that_gets_on_disturbs_nobody(tiny: Pat
         assert late.result(40).tokens == expected
         assert time.monotonic() - begun > 8.0
         assert fleet.failure is None
+
+
+@pytest.mark.slow
+def test_a_wedged_rank_can_be_held_for_a_debugger(tiny: Path, tmp_path: Path) -> None:
+    """The wedged rank's watchdog holds it; it still leaves when the fleet is stopped, as do those that wait for it."""
+    victim = Victim(1, "data", tmp_path / "mark")
+    lines: list[str] = []
+    fleet = Fleet(
+        tiny,
+        2,
+        run_dir=tmp_path / "run",
+        command=victim.command,
+        stuck_s=STUCK_S,
+        hold_on_failure=True,
+        progress=lines.append,
+        **SETTINGS,  # type: ignore[arg-type]
+    )
+    try:
+        fleet.start()
+        victim.allow()
+        whale = fleet.submit(list(range(200)) * 2, max_tokens=4, poster=0, lane="whale", stop_tokens=())
+        victim.wait_held()
+        for rank in range(2):
+            held = f"rank {rank} is held for a debugger until SIGTERM: pid {fleet.pids()[f'rank {rank}']}"
+            wait_until(lambda held=held: any(line.startswith(held) for line in lines), 2 * STUCK_S + SLACK_S, lines)
+        assert "rank 1 died: stuck: its loop has not moved" in str(error_of(whale))
+        assert {rank: record["blames"] for rank, record in post_mortems(fleet).items()} == {0: 1, 1: 1}
+        begun = time.monotonic()
+    finally:
+        fleet.stop()
+    assert time.monotonic() - begun < 4
+    assert {process.how for process in fleet._processes} == {"exited with 1"}
+    assert_clean(fleet)

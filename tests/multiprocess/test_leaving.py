@@ -41,7 +41,7 @@ def state_of(world: ByHand, rank: int) -> str:
         link.close()
 
 
-@pytest.mark.parametrize("last", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("last", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_finishes_its_own_and_the_others_serve_until_all_leave(world: ByHand, last: int) -> None:
     expected = world.generate(2, "local")
     own: list[int] = []

@@ -167,7 +167,8 @@ def test_fleet_restarts_the_world_and_ends_on_sigterm(command: Callable[..., Any
     assert any(f"rank 1: http://127.0.0.1:{port + 2}" in line for line in lines)
     first = pids_in(lines)
     os.kill(first[0], signal.SIGKILL)
-    lines = read_until(process, "2 ranks serve after")
+    lines = read_until(process, f"all ranks: http://127.0.0.1:{port} ")  # again, for there is a new world behind them
+    assert all(f"whalez: rank {rank}: http://127.0.0.1:{port + 1 + rank}" in lines for rank in range(2))
     assert any("was killed by SIGKILL" in line and "starting again" in line for line in lines)
     second = pids_in(lines)
     assert len(second) == 2
@@ -254,6 +255,15 @@ def test_sampling_is_refused_before_the_start_in_the_words_of_http(
     code, err = whalez("generate", "--model", model, "--tokens", model.parent / "prompt.json", flag, value)
     assert code == 2
     assert err.endswith(f"Error: {said}\n")
+
+
+def test_a_fleet_that_holds_its_failed_ranks_does_not_restart(
+    whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whalez.fleet.Fleet", None)
+    code, err = whalez("fleet", "--model", model, "--listen", "127.0.0.1:1", "--restart", "--hold-on-failure")
+    assert code == 2
+    assert err.endswith("--restart and --hold-on-failure: a world whose ranks stay cannot start again\n")
 
 
 @pytest.mark.parametrize("flag", ["--json", "--logits", "--hidden"])

@@ -14,6 +14,30 @@ LOOK_S = 0.25
 LEAVE_S = 2.5
 
 
+class Lookout:
+    """What was seen of a loop, look by look. No clock, no thread."""
+
+    def __init__(self, now_s: float) -> None:
+        self._looked_s = now_s
+        self._progress = -1
+        self._still_s = self._failed_s = 0.0
+
+    def look(
+        self, now_s: float, progress: int, may_rest: bool, stuck_s: float, failure: Exception | None
+    ) -> Exception | float | None:
+        """Why the process must end: the hub's failure, or the seconds for which the loop has stood; None: it need not.
+
+        A process that was stopped or starved has not watched: of the time between two looks at most 2 * LOOK_S count.
+        """
+        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * LOOK_S), now_s
+        self._still_s = self._still_s + passed_s if progress == self._progress and not may_rest else 0.0
+        self._progress = progress
+        self._failed_s = self._failed_s + passed_s if failure is not None else 0.0
+        if failure is not None and self._failed_s > LEAVE_S:
+            return failure
+        return self._still_s if self._still_s > stuck_s else None
+
+
 class Watchdog:
     """A thread that calls `end` once: the loop has not moved for so many seconds, or outlives the hub's failure.
 
@@ -44,20 +68,11 @@ class Watchdog:
         self._over.set()
 
     def _run(self) -> None:
-        last, still_s, failed_s = -1, 0.0, 0.0
-        looked = time.monotonic()
+        lookout = Lookout(time.monotonic())
         while not self._over.wait(LOOK_S):
-            now = time.monotonic()
-            # A process that was stopped or starved has not watched, so that time does not count.
-            passed_s, looked = min(now - looked, 2 * LOOK_S), now
-            progress = self._progress()
-            still_s = still_s + passed_s if progress == last and not self._may_rest() else 0.0
-            last = progress
-            failure = self._hub_failure()
-            failed_s = failed_s + passed_s if failure is not None else 0.0
-            if failure is not None and failed_s > LEAVE_S:
-                self._end(failure)
-                return
-            if still_s > self._stuck_s():
-                self._end(still_s)
+            cause = lookout.look(
+                time.monotonic(), self._progress(), self._may_rest(), self._stuck_s(), self._hub_failure()
+            )
+            if cause is not None:
+                self._end(cause)
                 return

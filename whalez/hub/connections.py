@@ -157,15 +157,16 @@ class Knock:
         self._has_keys = has_keys
         self._monitor = Monitor(watched, options)
         self.events = self._monitor.events  #: poll this, then `read`
-        self.closed_total = (
-            0  #: handshakes in which the other end closed without a reason, since the last that went well
-        )
+        #: handshakes in which the other end closed without a reason, since the last that went well
+        self.closed_total = 0
+        self.let_in_total = 0  #: handshakes that went well; more than one: the connection was made anew
 
     def read(self) -> str | None:
         """Why no further try can succeed, None while one may."""
         for event, value in self._monitor.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.closed_total = 0
+                self.let_in_total += 1
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 return "does not accept our key"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:

@@ -328,6 +328,8 @@ class _MemberThread:
         self._poller = zmq.Poller()
         self._poller.register(frames, zmq.POLLIN)
         self._poller.register(beats, zmq.POLLIN)
+        self._beat_due = 0
+        self._let_in = 0  # how often the frames' connection was made
         self._knock = hub._knock
         if self._knock is not None:
             self._poller.register(self._knock.events, zmq.POLLIN)
@@ -348,11 +350,10 @@ class _MemberThread:
 
     def _serve(self) -> None:
         hub = self._hub
-        beat_due = now_ns()
         while not hub._is_closing:
             now = now_ns()
-            wait_until = min(beat_due, *self._suspects.values(), now + BEAT_NS)
-            if self._has_unsent() and now < beat_due:
+            wait_until = min(self._beat_due, *self._suspects.values(), now + BEAT_NS)
+            if self._has_unsent() and now < self._beat_due:
                 wait_until = min(wait_until, now + _RETRY_NS)
             if hub._table is None:
                 wait_until = min(wait_until, self._repeat_due)
@@ -370,14 +371,19 @@ class _MemberThread:
                     self._ended(fd)
             now = now_ns()
             self._look_for_the_lost(now)
-            if now >= beat_due:
-                beat_due = now + BEAT_NS
+            if now >= self._beat_due:
+                self._beat_due = now + BEAT_NS
                 self._beat()
             self._say_what_starts(now)
             self._send_waiting()
 
     def _look_at_door(self, knock: Knock) -> None:
         why = knock.read()
+        if knock.let_in_total > self._let_in:
+            # The sequencer takes a cut connection for our death. It must hear from the new one before it says so, or
+            # this rank is not told, and blames those that leave because of it.
+            self._let_in = knock.let_in_total
+            self._beat_due = 0
         if why is not None:
             keys = self._hub._keys
             what = "no --keys were given" if keys is None else f"ours are in {keys.folder}"
@@ -524,8 +530,8 @@ class _MemberThread:
             self._put_on_wire(wire.encode(counted, self._own.incarnation))
 
     def _say_what_starts(self, now: int) -> None:
-        """Hello until there is a table, Mapped until the world starts; repeated, because a connection that is cut
-        before the barrier does no harm."""
+        """Hello until there is a table, Mapped until the world starts; repeated, because a frame that gets lost
+        before the world starts does no harm, nor does a connection that is cut before there is a table."""
         hub = self._hub
         if hub._table is None:
             data = self._hello
