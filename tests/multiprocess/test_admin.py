@@ -236,17 +236,21 @@ def test_watch_tells_again_and_again(four: Fleet, capsys: pytest.CaptureFixture[
     assert "serving" in capsys.readouterr().out
 
 
-def test_drain_all_ends_the_fleet_without_a_failure(four: Fleet, tool: Tool) -> None:
-    running = four.submit(prompt_of(30, 7), max_tokens=40, poster=2, lane="local", stop_tokens=())
+def test_drain_all_ends_the_fleet_without_a_failure(
+    tiny: Path, start: Callable[..., Fleet], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fleet of its own, for it ends."""
+    fleet = start(tiny, 2)
+    running = fleet.submit(prompt_of(30, 7), max_tokens=40, poster=1, lane="local", stop_tokens=())
     next(iter(running))
-    code, told = tool("drain", "all", "--grace", "20")
-    assert code == 0
-    assert [row["answer"]["type"] for row in told["ranks"]] == ["Ordered"] * 4
+    assert commands.main(["drain", "all", "--grace", "20", "--run", str(fleet.run_dir), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["answer"]["type"] for row in told["ranks"]] == ["Ordered"] * 2
     assert len(running.result(20).tokens) == 40
-    four.wait()  # raises if the fleet failed
-    assert [process.how for process in four._processes] == ["exited with 0"] * 4
+    fleet.wait()  # raises if the fleet failed
+    assert [process.how for process in fleet._processes] == ["exited with 0"] * 2
     with pytest.raises(Unavailable):
-        four.generate(prompt_of(30, 8), max_tokens=1)
+        fleet.generate(prompt_of(30, 8), max_tokens=1)
 
 
 @pytest.mark.slow
