@@ -91,6 +91,7 @@ def dropped(fleet: Fleet, rank: int) -> dict[str, int]:
     return status.dropped
 
 
+@pytest.mark.slow  # once in many runs the stranger's own context does not end (libzmq keeps reconnecting in `term`)
 def test_strangers_at_every_port_are_counted_and_change_nothing(
     tiny: Path, start: Callable[..., Fleet], keys: Path, tmp_path: Path
 ) -> None:
