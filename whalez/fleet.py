@@ -271,8 +271,8 @@ class Fleet:
         self.model = Path(model)
         if not (self.model / "config.json").is_file():
             raise CheckpointError(f"{self.model}: no config.json, so not a checkpoint")
-        if unknown := set(settings) - set(_setting_names()):
-            raise ConfigError(f"{min(unknown)}: not a fleet setting; there are {', '.join(_setting_names())}")
+        if unknown := set(settings) - set(SETTING_NAMES):
+            raise ConfigError(f"{min(unknown)}: not a fleet setting; there are {', '.join(SETTING_NAMES)}")
         fleet_config(self.model, world, settings)  # refuses a bad setting by name before anything starts
         if listen is not None:
             port = parse_listen(listen)[1]
@@ -926,10 +926,6 @@ def sweep_leftovers() -> list[str]:
             shutil.rmtree(folder, ignore_errors=True)
             swept.append(str(folder))
     return swept
-
-
-def _setting_names() -> list[str]:
-    return list(SETTING_NAMES)
 
 
 def _failure(failed: Failed, where: str) -> WhalezError:
