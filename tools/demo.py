@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +21,7 @@ from rich.table import Table
 from whalez.errors import WhalezError
 from whalez.fleet import Fleet, Generated
 from whalez.model.presets import make_checkpoint
+from whalez.signals import Signalled, take_signals
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "checkpoints" / "demo"
@@ -141,16 +140,11 @@ def main() -> int:
     return 0 if equal and len(text.encode()) >= TOKENS_MIN else 1
 
 
-def stop(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends the demo as Ctrl-C does: through the fleet's `with` block."""
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stop)
+    take_signals()
     try:
         sys.exit(main())
     except WhalezError as error:
         sys.exit(f"demo: {error}")
-    except KeyboardInterrupt:
+    except Signalled:
         sys.exit("demo: stopped")

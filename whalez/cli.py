@@ -11,46 +11,26 @@ import json
 import signal
 import sys
 import tempfile
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from whalez.config import fleet_options, rank_options
+from whalez.config import fleet_config, fleet_options, rank_options
 from whalez.errors import OutputError, RequestError, WhalezError
+from whalez.signals import Signalled, take_signals
 from whalez.version import __version__
 
 if TYPE_CHECKING:
     from whalez.fleet import Generated
 
 
-class Signalled(BaseException):
-    """The user or a supervisor wants us to end; not an Exception, so that nothing on the way swallows it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def _take_signals() -> None:
-    """The first signal ends the command through its `with` blocks; further ones change nothing, the end is near."""
-
-    def on_signal(number: int, _: types.FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise Signalled(number)
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, on_signal)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. One line on stderr for whatever went wrong; exit 1, 2 for usage, 128 + n for signal n."""
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
-        _take_signals()
+        take_signals()
         code = whalez.main(args=None if argv is None else list(argv), prog_name="whalez", standalone_mode=False)
     except Signalled as caught:
         code = _end(f"stopped by {signal.Signals(caught.number).name}", 128 + caught.number)
@@ -159,7 +139,8 @@ def generate(
     """
     from whalez.fleet import Fleet
     from whalez.hub.request_limits import check_max_tokens
-    from whalez.serve.completions import check_sampling
+    from whalez.model.config import KimiLinearConfig
+    from whalez.serve.completions import check_sampling, check_tokens
 
     try:
         check_max_tokens(max_tokens)
@@ -169,9 +150,15 @@ def generate(
                 require_writable(out)
     except (RequestError, OutputError) as error:
         raise click.UsageError(str(error)) from None
-    prompts = read_prompts(tokens_file)
     if poster >= world:
         raise click.BadParameter(f"expected 0 to {world - 1}", param_hint="--poster")
+    prompts = read_prompts(tokens_file)
+    max_ctx, vocab_size = fleet_config(model, world, settings).max_ctx, KimiLinearConfig.from_dir(model).vocab_size
+    for i, prompt in enumerate(prompts):
+        try:  # before a fleet is started for it
+            check_tokens(prompt, max_tokens, max_ctx, vocab_size)
+        except RequestError as error:
+            raise RequestError(f"{tokens_file}: list {i}: {error}", param=error.param) from None
     capture = logits_out is not None or hidden_out is not None
     with Fleet(model, world, run_dir=run_dir, capture=capture, progress=_say, **settings) as fleet:
         pending = [
@@ -210,9 +197,6 @@ def read_prompts(path: Path) -> list[list[int]]:
         isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in prompts
     ):
         raise RequestError(f"{path}: expected a list of token ids, or a list of such lists")
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise RequestError(f"{path}: prompt {i} is empty", param="prompt")
     return prompts
 
 

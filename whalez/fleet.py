@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -33,15 +32,17 @@ from typing import Any, TypeVar
 from whalez.config import SETTING_NAMES, fleet_config, setting_flags
 from whalez.errors import CheckpointError, ConfigError, OutputError, PeerDied, RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
+from whalez.latch import SLICE_S, Latch, Outcome
 from whalez.serve.completions import check_sampling, check_tokens, pack_tokens, token_ids
 from whalez.serve.endpoints import Endpoints, write_endpoints
 from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
 from whalez.serve.process import FRONT_GRACE_S, bind, front_command, held_line, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
+from whalez.signals import heed
 from whalez.warm import kernel_environment, warm
 
 LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, before it is killed
-FRONT_LEAVE_S = 0.4  #: what fronts have after the last rank, to tell their clients
+FRONT_LEAVE_S = 0.25  #: what fronts have after the last rank, to tell their clients
 FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
 START_S = 300.0  #: the world has this long to come up
 RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
@@ -86,7 +87,7 @@ class Pending:
         self.poster = poster
         self._fleet = fleet
         self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._result: concurrent.futures.Future[Generated] = concurrent.futures.Future()
+        self._result: Outcome[Generated] = Outcome()
 
     def __iter__(self) -> Iterator[int]:
         """Each token once. Raises what `result` raises."""
@@ -97,18 +98,18 @@ class Pending:
 
     def result(self, timeout_s: float | None = None) -> Generated:
         """Raises: RequestError, Unavailable or WhalezError as the rank said, the fleet's failure, TimeoutError."""
-        return self._result.result(timeout_s)
+        return self._result.take(timeout_s)
 
     def cancel(self) -> None:
         """Lose interest; the result is then an Unavailable unless the request was over already."""
         self._fleet._cancel(self)
 
     def _settle(self, outcome: Generated | WhalezError) -> None:
-        if not self._result.done():
+        if not self._result.is_known:
             if isinstance(outcome, Generated):
-                self._result.set_result(outcome)
+                self._result.settle(outcome)
             else:
-                self._result.set_exception(outcome)
+                self._result.fail(outcome)
             self._tokens.put(None)
 
 
@@ -310,10 +311,10 @@ class Fleet:
         self._failing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None  # over ranks that are held
         self._released = asyncio.Event()  # of what is held
-        self._is_stopping = False
+        self._stopping = Latch()
         self._has_served = False
         self._worlds_failed = 0
-        self._over = threading.Event()
+        self._over = Latch()
 
     # ---- life -------------------------------------------------------------------------------------------------
     def __enter__(self) -> Fleet:
@@ -334,7 +335,7 @@ class Fleet:
     def start(self) -> None:
         """Return when every rank serves. Raises WhalezError with the rank and its last words; nothing is left then."""
         assert self._thread is None, "started twice"
-        if self._is_stopping:
+        if self._stopping.is_set:
             raise WhalezError("this fleet has been stopped and does not start again; make another")
         if self.listen is not None:
             # A taken port should not cost the time it takes to load a model.
@@ -371,8 +372,9 @@ class Fleet:
 
     def stop(self) -> None:
         """One SIGTERM each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
+        heed()
         atexit.unregister(self.stop)
-        self._is_stopping = True  # here too: a second Ctrl-C may keep `_stop_all` from running
+        self._stopping.set()  # here too: a second Ctrl-C may keep `_stop_all` from running
         loop, thread = self._loop, self._thread
         try:
             if loop is not None and thread is not None and thread.is_alive():
@@ -395,9 +397,7 @@ class Fleet:
 
     def wait(self) -> None:
         """Until the fleet fails (raised), has drained, or another thread stops it."""
-        # Short waits, because a signal's exception can only be raised between them on some platforms.
-        while not self._over.wait(0.5):
-            pass
+        self._over.wait()
         if self.failure is not None:
             raise self.failure
 
@@ -428,8 +428,7 @@ class Fleet:
                     raise
                 pause_s = min(8.0, 0.5 * 2 ** (failures - 1))
                 self._progress(f"{error}; starting again in {pause_s:g} s, {failures} of {RESTARTS_MAX} in a row")
-            time.sleep(pause_s)
-            if self._is_stopping:
+            if self._stopping.wait(pause_s):
                 return
             with contextlib.suppress(WhalezError):  # `wait` raises it again
                 self.restart()
@@ -466,7 +465,7 @@ class Fleet:
         if self._loop is None or status is None:  # looked at again below; this one spares the work
             raise Unavailable("the fleet is not running")
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
-        check_tokens(tokens, max_tokens, status)
+        check_tokens(tokens, max_tokens, status.max_ctx, status.vocab_size)
         pending = Pending(self, f"fleet-{secrets.token_hex(8)}", poster)
         submit = Submit(
             request_id=pending.request_id,
@@ -509,17 +508,21 @@ class Fleet:
             if self._loop is None:
                 work.close()
                 raise over
-            future, thread = asyncio.run_coroutine_threadsafe(work, self._loop), self._thread
+            loop, thread = self._loop, self._thread
+            outcome: Outcome[_T] = Outcome()
+            tasks: list[asyncio.Task[None]] = []
+            loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(_settle(outcome, work))))
         try:
-            # In slices, as in `wait`: a signal that lands just before the lock is taken would else wait for the work.
-            while not concurrent.futures.wait([future], timeout=0.2).done:
+            while not outcome.latch.wait(SLICE_S):
                 if thread is None or not thread.is_alive():
                     raise over
-            return future.result()
-        except concurrent.futures.CancelledError:
+            return outcome.take()
+        except asyncio.CancelledError:
             raise self.failure or Unavailable("the fleet is stopping") from None
         except BaseException:
-            future.cancel()  # Ctrl-C here must not leave the work running there
+            # Ctrl-C here must not leave the work running there.
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
 
     async def _restart(self) -> None:
@@ -538,7 +541,7 @@ class Fleet:
         try:
             await self._start_all()
         except WhalezError as error:
-            if self._is_stopping:
+            if self._stopping.is_set:
                 raise
             if self._failing is None:  # it did not come up in time
                 for process in self._processes:
@@ -593,7 +596,7 @@ class Fleet:
                     await self._failing
                     assert self.failure is not None
                     raise self.failure
-                if self._is_stopping:
+                if self._stopping.is_set:
                     raise Unavailable("the fleet was stopped")
                 if time.monotonic() - began > self.start_s:
                     raise WhalezError(self._who_is_late())
@@ -666,7 +669,7 @@ class Fleet:
     def _spawn(
         self, name: str, rank: int | None, command: Sequence[str], log: Path, pass_fds: Sequence[int] = ()
     ) -> None:
-        if self._is_stopping:
+        if self._stopping.is_set:
             raise Unavailable("the fleet was stopped")
         process = _Process(name, rank, command, log, pass_fds)
         self._processes.append(process)
@@ -675,7 +678,7 @@ class Fleet:
     def _note_exit(self, process: _Process) -> None:
         asyncio.get_running_loop().remove_reader(process.pidfd)
         process.note_exit()
-        if not self._is_stopping and self._failing is None:
+        if not self._stopping.is_set and self._failing is None:
             self._failing = asyncio.create_task(self._fail(process))
 
     async def _fail(self, first: _Process) -> None:
@@ -743,8 +746,9 @@ class Fleet:
         for front in fronts:
             front.ask_to_leave()
         await self._until_exited(fronts, fronts_s)
-        while time.monotonic() < deadline and not all(rank.is_alone() for rank in ranks):
-            await asyncio.sleep(0.02)
+        if self.listen is not None:  # then ranks have fronts of their own
+            while time.monotonic() < deadline and not all(rank.is_alone() for rank in ranks):
+                await asyncio.sleep(0.02)
         for process in (*ranks, *fronts):
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
@@ -767,7 +771,7 @@ class Fleet:
                 process.signal(signal.SIGKILL)
 
     async def _stop_all(self) -> None:
-        self._is_stopping = True
+        self._stopping.set()
         if self._watching is not None:
             self._watching.cancel()
         if self._failing is not None:
@@ -795,7 +799,7 @@ class Fleet:
         if self._failing is not None and not self._failing.done() and self.failure is None:
             self._failing.add_done_callback(lambda _: self._begin(submit, pending))  # then it is known who died
             return
-        if self._is_stopping or self._failing is not None:
+        if self._stopping.is_set or self._failing is not None:
             pending._settle(self.failure or Unavailable("the fleet is stopping"))
             return
         task = asyncio.create_task(self._serve(submit, pending))
@@ -808,7 +812,7 @@ class Fleet:
                 await self._links[pending.poster].cancel(pending.request_id)
 
         with self._gate:
-            if self._loop is not None and not pending._result.done():
+            if self._loop is not None and not pending._result.is_known:
                 asyncio.run_coroutine_threadsafe(cancel(), self._loop)
 
     async def _serve(self, submit: Submit, pending: Pending) -> None:
@@ -902,6 +906,13 @@ class Fleet:
             else:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
             self._is_own_run_dir = False
+
+
+async def _settle(outcome: Outcome[_T], work: Coroutine[Any, Any, _T]) -> None:
+    try:
+        outcome.settle(await work)
+    except BaseException as error:  # of the work, or that it was cancelled: for the caller to see
+        outcome.fail(error)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

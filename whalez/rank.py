@@ -52,6 +52,7 @@ from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_admin import ADMIN_OPTIONS, AdminServer
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
+from whalez.latch import Latch
 from whalez.model.cache import StateCache
 from whalez.model.checkpoint import load_weights, model_hash
 from whalez.model.config import KimiLinearConfig
@@ -85,7 +86,7 @@ class RankProcess:
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
         self._is_held = False
-        self._released = threading.Event()
+        self._released = Latch()
         self._slabs: HostSlabs | None = None
         self._hub: ZmqHub | None = None
         self._watchdog: Watchdog | None = None
@@ -143,8 +144,7 @@ class RankProcess:
             return
         self._is_held = True
         print(f"whalez: rank {self.rank.rank}: {held_line(os.getpid())}", file=sys.stderr, flush=True)
-        while not self._released.wait(0.5):  # short waits, for a signal's handler runs between them
-            pass
+        self._released.wait()
 
     def _start(self) -> Loop:
         rank, fleet = self.rank, self.fleet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -66,17 +67,26 @@ def test_a_bad_checkpoint_is_named_and_nothing_is_left(
     assert not list(Path("/dev/shm").glob("whalez-*")) or not _ours(tmp_path)
 
 
-def _ours(run_dir: Path) -> list[str]:
-    """Command lines of processes that still name this test's folder."""
-    found = []
+def _ours(run_dir: Path) -> dict[int, str]:
+    """Processes that still name this test's folder: pid -> command line."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(run_dir) in text:
-            found.append(text)
+            found[int(path.parent.name)] = text
     return found
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
 
 
 def test_a_port_in_use_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
@@ -208,16 +218,20 @@ def test_what_a_killed_launcher_left_goes_at_the_next_start_and_nothing_of_a_liv
     (tmp_path / "whalez-notes" / "fleet.lock").touch()
     dead, dead_slab, dead_folder = half_a_fleet()
     _, slab, folder = half_a_fleet()
+    dead.send_signal(signal.SIGSTOP)  # else it would clean up after its rank, and the rank, told politely, after itself
+    os.waitpid(dead.pid, os.WUNTRACED)
+    for pid in _ours(dead_folder):
+        os.kill(pid, signal.SIGKILL)
     dead.kill()
     dead.wait()
-    deadline = time.monotonic() + 5
-    while processes := _ours(dead_folder):
-        assert time.monotonic() < deadline, processes
-        time.sleep(0.01)
     assert dead_slab.exists() and dead_folder.exists()  # what this test is about
-    found = {dead_slab, dead_folder / "temporary.lock", slab, folder / "temporary.lock"}
-    for path in found:
+    for path in (dead_slab, dead_folder / "temporary.lock", slab, folder / "temporary.lock"):
         os.utime(path, (0, 0))
+    with dead_slab.open() as file:  # a dying process loses its command line first and its locks later
+        deadline = time.monotonic() + 5
+        while _is_locked(file):
+            assert time.monotonic() < deadline, _ours(dead_folder)
+            time.sleep(0.01)
     with Fleet(tiny, 1, segment_floor=64):
         pass
     assert not dead_slab.exists() and not dead_folder.exists()

@@ -23,6 +23,7 @@ from whalez.engine import captures as capture
 from whalez.errors import WhalezError
 from whalez.fleet import Generated
 from whalez.hub.requests import Report
+from whalez.model.presets import PRESETS
 
 #: The command with ranks that have no engine.
 DRIVER = """
@@ -41,7 +42,7 @@ main()
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(PRESETS["tiny"]))
     (folder / "behave.json").write_text("{}")
     (tmp_path / "prompt.json").write_text("[1, 2, 3]")
     return folder
@@ -126,12 +127,15 @@ def test_generate_writes_what_it_was_asked_for(command: Callable[..., Any], mode
 
 
 @pytest.mark.multiprocess
-def test_ctrl_c_is_one_line_within_two_seconds(command: Callable[..., Any], model: Path) -> None:
+@pytest.mark.parametrize("name", ["generate", "fleet"])
+def test_ctrl_c_is_one_line_within_two_seconds(command: Callable[..., Any], model: Path, name: str) -> None:
     """With a rank that ignores the signal, so that all of the 1.5 s are used."""
     (model / "behave.json").write_text('{"0": "stubborn"}')
-    words = ["--world", "2", "--max-tokens", "90000", "--max-ctx", "100000"]
-    process = command("generate", "--model", model, "--tokens", "prompt.json", *words, leave_s=1.5)
-    lines = read_until(process, "ranks serve")
+    words = ["--tokens", "prompt.json", "--max-tokens", "90000", "--max-ctx", "100000"]
+    if name == "fleet":
+        words = ["--listen", f"127.0.0.1:{free_ports(3)}"]
+    process = command(name, "--model", model, "--world", "2", *words, leave_s=1.5)
+    lines = read_until(process, "ranks serve" if name == "generate" else "all ranks: ")
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -183,7 +187,9 @@ def test_fleet_restarts_the_world_and_ends_on_sigterm(command: Callable[..., Any
 
 # ---- refusals -------------------------------------------------------------------------------------------------
 @pytest.fixture
-def whalez(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+def whalez(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[int, str]]]:
     """Run the command in this process: exit code and stderr."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -192,6 +198,7 @@ def whalez(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[i
             cli.main([str(word) for word in words])
         return int(ended.value.code or 0), capsys.readouterr().err
 
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -206,16 +213,23 @@ def whalez(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[i
         ('["a"]', "expected a list"),
         ("[[1], 2]", "expected a list"),
         ("[true]", "expected a list"),
-        ("[]", "prompt 0 is empty"),
-        ("[[1], []]", "prompt 1 is empty"),
+        ("[]", "list 0: prompt: expected at least one token, got none"),
+        ("[[1], []]", "list 1: prompt: expected at least one token, got none"),
+        ("[[1], [2, 512]]", "list 1: prompt: expected token ids 0..511, got 512 at position 1"),
+        ("[-1]", "list 0: prompt: expected token ids 0..511, got -1 at position 0"),
+        (str([1] * 64), "list 0: prompt: expected at most 63 tokens, got 64"),
+        (str([1] * 60), "list 0: max_tokens: expected at most 4 after a prompt of 60 tokens, got 16"),
         ("null", "expected a list"),
         pytest.param("[" * 100_000, "nested too deeply", id="deep"),
     ],
 )
-def test_a_bad_prompt_file_is_named(whalez: Callable[..., Any], model: Path, content: str, said: str) -> None:
+def test_a_bad_prompt_file_is_named_before_the_start(
+    whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str
+) -> None:
+    monkeypatch.setattr("whalez.fleet.Fleet", None)
     path = model.parent / "bad.json"
     path.write_text(content)
-    code, err = whalez("generate", "--model", model, "--tokens", path)
+    code, err = whalez("generate", "--model", model, "--tokens", path, "--max-ctx", 64)
     assert code == 1
     assert err.startswith(f"whalez: {path}: ")
     assert said in err
@@ -332,6 +346,35 @@ def test_a_signal_while_the_command_is_imported_is_one_line(tmp_path: Path) -> N
             _, err = process.communicate(timeout=10)
         assert err == f"whalez: stopped by {number.name}\n"
         assert process.returncode == 128 + number
+
+
+IN_A_FINALIZER = """
+import signal, whalez.fleet
+class Dying:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+submit = whalez.fleet.Fleet.submit
+def submit_and_strike(*arguments, **options):
+    pending = submit(*arguments, **options)
+    Dying()
+    return pending
+whalez.fleet.Fleet.submit = submit_and_strike
+"""
+
+
+@pytest.mark.multiprocess
+def test_ctrl_c_that_strikes_in_a_finalizer_is_not_lost(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops the exception that a signal's handler raises there."""
+    monkeypatch.setattr("test_cli.DRIVER", IN_A_FINALIZER + DRIVER)
+    words = ["--tokens", "prompt.json", "--max-tokens", "90000", "--max-ctx", "100000"]
+    process = command("generate", "--model", "model", "--world", "1", *words)
+    lines = read_until(process, "ranks serve")
+    _, err = process.communicate(timeout=5)
+    assert err == "whalez: stopped by SIGINT\n"
+    assert process.returncode == 128 + signal.SIGINT
+    assert not any(group_lives(pid) for pid in pids_in(lines))
 
 
 def test_the_command_begins_where_signals_are_taken() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 
 import whalez
 from whalez.errors import CheckpointError, ConfigError, HubError, PeerDied, RequestError, Unavailable, WhalezError
-from whalez.fleet import Fleet, rank_command
+from whalez.fleet import Fleet, Pending, rank_command
 
 pytestmark = pytest.mark.multiprocess
 
@@ -356,6 +357,59 @@ def test_ctrl_c_in_a_script_ends_everything(launcher: Callable[..., Any]) -> Non
     assert "KeyboardInterrupt" in err
     assert not any(group_lives(pid) for pid in pids)
     assert not run_dir.exists()
+
+
+class Strike:
+    """A profile function that raises KeyboardInterrupt at step `at` of what a thread runs to wait.
+
+    Steps are where the interpreter looks for signals: the entry of a Python function and the end of a call into C.
+    """
+
+    FILES = ("threading.py", "concurrent/futures/_base.py", "whalez/fleet.py", "whalez/latch.py")
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: types.FrameType, event: str, arg: object) -> None:
+        if event in ("call", "c_return", "c_exception") and frame.f_code.co_filename.endswith(self.FILES):
+            self.left -= 1
+            if self.left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # struck before it was handed over
+@pytest.mark.parametrize("call", ["wait", "status", "result"])
+def test_ctrl_c_at_any_step_of_a_wait_leaves_nothing_locked(
+    start: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr("whalez.latch.SLICE_S", 0.02)
+    fleet = start(world=1)
+    for at in range(20):
+        pending = fleet.submit([1], max_tokens=90_000)
+        waits = {"wait": fleet.wait, "status": fleet.status, "result": pending.result}[call]
+        sys.setprofile(Strike(at))
+        try:
+            waits()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+
+        def goes_on(pending: Pending = pending) -> None:
+            pending.cancel()
+            with contextlib.suppress(Unavailable):
+                pending.result(5)
+            fleet.status()
+
+        after = threading.Thread(target=goes_on, daemon=True)
+        after.start()
+        after.join(5)
+        assert not after.is_alive(), f"stuck after a strike at step {at}"
+    stop = threading.Thread(target=fleet.stop, daemon=True)
+    stop.start()
+    stop.join(5)
+    assert not stop.is_alive()
 
 
 def test_a_script_that_never_stops_its_fleet_ends_quietly(model: Path) -> None:

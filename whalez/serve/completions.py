@@ -109,7 +109,7 @@ def validate(body: Body, tokenizer: Tokenizer, limits: Status, request_id: str, 
     if lane not in ("auto", "whale", "local"):
         raise RequestError(f'lane: expected "auto", "whale" or "local", got {lane[:40]!r}', param="lane")
     tokens = _prompt_tokens(body.prompt, tokenizer)
-    check_tokens(tokens, max_tokens, limits)
+    check_tokens(tokens, max_tokens, limits.max_ctx, limits.vocab_size)
     return Ask(
         submit=Submit(
             request_id=request_id,
@@ -168,12 +168,12 @@ def token_ids(prompt: Iterable[object]) -> list[int]:
     return tokens
 
 
-def check_tokens(tokens: list[int], max_tokens: int, limits: Status) -> None:
+def check_tokens(tokens: list[int], max_tokens: int, max_ctx: int, vocab_size: int) -> None:
     """Limits of the model and the fleet, equal for every way in. Raises RequestError."""
-    check_counts(len(tokens), max_tokens, limits.max_ctx)
+    check_counts(len(tokens), max_tokens, max_ctx)
     for token in (min(tokens), max(tokens)):
-        if not 0 <= token < limits.vocab_size:
-            raise unknown_token(token, tokens.index(token), limits.vocab_size)
+        if not 0 <= token < vocab_size:
+            raise unknown_token(token, tokens.index(token), vocab_size)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
