@@ -1,7 +1,8 @@
 """For all tests: kernels are compiled once, before the first of them, into the same cache that ranks use.
 
 `make test` spreads the files over two workers. What starts rank processes stays together in one of them, for those
-tests choose ports and bound times, and comes first, for it is the longest piece.
+tests choose ports and bound times, and comes first, for it is the longest piece. What runs the same kernels in the
+harness stays together too, for every process compiles them anew.
 """
 
 import os
@@ -11,7 +12,7 @@ import pytest
 
 from whalez.warm import use_cache, warm
 
-PROCESSES = "processes"
+PROCESSES, KERNELS = "processes", "kernels"
 
 use_cache(os.environ)  # before anything imports numba, which reads the name of its cache once
 
@@ -34,14 +35,17 @@ def pytest_sessionstart() -> None:
 
 
 def _piece(nodeid: str) -> str:
-    """What a test must share a worker with: its file, or all that starts rank processes."""
+    """What a test must share a worker with: its file, all that starts rank processes, or the kernels."""
     file = nodeid.split("::")[0]
     folder, name = file.split("/")[-2:]
-    return PROCESSES if folder in ("multiprocess", "serve") or name.endswith("_processes.py") else file
+    if folder in ("multiprocess", "serve") or name.endswith("_processes.py"):
+        return PROCESSES
+    return KERNELS if name.startswith(("test_kernels_", "test_devices", "test_layers")) else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _piece(item.nodeid) != PROCESSES)
+    first = [PROCESSES, KERNELS]
+    items.sort(key=lambda item: first.index(piece) if (piece := _piece(item.nodeid)) in first else len(first))
 
 
 @pytest.hookimpl(optionalhook=True)
