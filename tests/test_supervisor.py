@@ -10,6 +10,7 @@ import pytest
 from whalez import fleet as module
 from whalez.errors import ConfigError, PeerDied, WhalezError
 from whalez.fleet import RESTARTS_MAX, STEADY_S, Fleet
+from whalez.latch import Latch
 from whalez.model.presets import make_checkpoint
 
 
@@ -30,9 +31,19 @@ class Clock:
     def monotonic(self) -> float:
         return self.now_s
 
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now_s += seconds
+
+class Pauses(Latch):
+    """A wait on this clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        assert timeout_s is not None
+        self.clock.slept.append(timeout_s)
+        self.clock.now_s += timeout_s
+        return self.is_set
 
 
 class Failing(Fleet):
@@ -42,6 +53,7 @@ class Failing(Fleet):
         self.said: list[str] = []
         super().__init__(model, 2, keep_front=True, progress=self.said.append)
         self.clock, self.lives = clock, lives
+        self._stopping = Pauses(clock)
         self.worlds = 0
         self.restarts = 0
 
@@ -96,7 +108,7 @@ def test_a_world_that_served_for_long_ends_the_row(failing: Callable[..., Failin
 
 def test_a_fleet_that_is_stopped_in_a_pause_starts_nothing(failing: Callable[..., Failing]) -> None:
     fleet = failing(1.0)
-    fleet._is_stopping = True
+    fleet._stopping.set()
     fleet.serve_on()
     assert fleet.restarts == 0
 

@@ -76,7 +76,7 @@ def strike(fleet: Fleet, victim: int, fault: str) -> float:
 
 def failure_of(fleet: Fleet, timeout_s: float) -> WhalezError:
     """Wait until the fleet has failed by itself; the bound is the test's, the failure the fleet's."""
-    wait_until(lambda: fleet.failure is not None and fleet._over.is_set(), timeout_s, "the fleet has not failed")
+    wait_until(lambda: fleet.failure is not None and fleet._over.is_set, timeout_s, "the fleet has not failed")
     assert fleet.failure is not None
     return fleet.failure
 
