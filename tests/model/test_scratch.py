@@ -45,7 +45,7 @@ def test_the_largest_launch_takes_all_of_it(tiny_dir: Path, window: int) -> None
     """Too small would fail in the middle of a whale, too large would be memory nobody uses."""
     with solo(tiny_dir, chunk_tokens=TILE_ROWS + 100, attention_window=window) as one:
         rows = one.layout.spec.rows_max
-        one.prefill(np.arange(3 * rows) % 256, rows)
+        one.prefill(np.arange(2 * rows) % 256, rows)
         assert one.runner.forward.scratch.free_least == 0
 
 

@@ -238,8 +238,8 @@ def test_a_rank_that_dies_at_start_fails_the_start(start: Callable[..., Fleet]) 
 
 
 def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> None:
-    with pytest.raises(WhalezError, match=r"not serving after 8 s: rank 1; last words: rank 1 up"):
-        start(world=2, behave={1: "mute"}, start_s=8)
+    with pytest.raises(WhalezError, match=r"not serving after 5 s: rank 1; last words: rank 1 up"):
+        start(world=2, behave={1: "mute"}, start_s=5)
 
 
 @pytest.mark.parametrize(
