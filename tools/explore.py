@@ -30,7 +30,7 @@ def main() -> int:
         began = time.perf_counter()
         result = Explorer(world).run(args.states)
         took_s = time.perf_counter() - began
-        end = "all" if result.is_complete else "not all"
+        end = "all" if result.is_complete else f"the first {result.depth} moves"
         print(
             f"{result.states_count:>9} states, {result.moves_count:>9} moves, {end}, {took_s:6.1f} s: {world.name}",
             flush=True,

@@ -3,6 +3,7 @@
 Rule 1: the machines are the shipped ones; their states are data, so a node of the search is a tuple of states, queues
         and words, and a step of a machine is made once per (state, event) and remembered.
 Rule 2: a property is stated on what the machines do to their surroundings, and has a name in `PROPERTIES`.
+Rule 3: whether a rank sleeps and what wakes it is not decided here: `Member.may_sleep` and the shipped `Bells` say so.
 
 What may happen in a node (`moves`): the head of a queue to the sequencer arrives; a rank comes to its boundary, having
 found any prefix of its inbox there, and composes (the paired exchange permitting: launch n when everybody has composed
@@ -11,25 +12,30 @@ drain; a rank dies. Queues are FIFO per peer; a message may arrive at any moment
 after it was sent, so an operation of several launches is a rank that finds nothing in its inbox. How often each trouble
 may strike is the `World`'s. Every chain of moves ends, so the search is complete if the horizon is not reached.
 
-Where nothing more happens by itself (all that was sent has arrived, and every rank that may sleep sleeps) everything
-must have ended; so nobody is left armed, waiting or asleep for ever.
+Where nothing more happens by itself (all that was sent has arrived, and every rank that may sleep sleeps; the heartbeat
+does not count) everything must have ended; so nobody is left armed, waiting or asleep for ever.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from whalez.errors import PlanDiffers, ProtocolError
+from whalez.fabric.doorbell import BELL_LAUNCH, Bells, Why
+from whalez.fabric.layout import SlabLayout, SlabSpec
+from whalez.fabric.private import PrivateSlab
+from whalez.planning.choice import PlanRefused
 from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
 from whalez.rendezvous import messages as msg
 from whalez.rendezvous.invariants import validate
-from whalez.rendezvous.member import Member, MemberState
+from whalez.rendezvous.member import Member, MemberState, RecordState
 from whalez.rendezvous.sequencer import Sequencer, SequencerState
 
 CALM_LAUNCHES_MAX = 40  #: beyond the horizon, for everything to end
@@ -38,8 +44,8 @@ IDLE_LAUNCHES = 1
 
 #: Name of each property -> what it says.
 PROPERTIES: dict[str, str] = {
-    "together": "nobody enters a whale alone: who is in its gang begins it, or has died",
-    "one launch": "all members begin a whale at the same launch, no earlier than L",
+    "together": "nobody enters a whale alone: who is in its gang holds the commit and begins it, or has died",
+    "one launch": "all that hold the commit of a whale begin it at the same launch, no earlier than L",
     "apart": "two whales that share a rank never share or overlap launches, and are entered in seq order",
     "a launch between": "between two whales a rank has at least one launch of its own, and it is unrestricted",
     "armed ends": "no member is armed for ever",
@@ -105,10 +111,20 @@ class Env(msgspec.Struct, frozen=True, kw_only=True):
     bye: frozenset[int] = frozenset()
 
 
+class Begun(NamedTuple):
+    """A whale that some member has begun, at launch `first`; its last superstep is launch `end` - 1."""
+
+    seq: int
+    first: int
+    end: int
+    gang: tuple[int, ...]
+    ranks: frozenset[int]  #: that have begun it
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What the properties remember.
 
-    begun:      (seq, launch, gang, ranks that have begun it), ascending seq
+    begun:      ascending seq
     last:       per rank, (seq, launch) of its last superstep
     ended:      per whale of the world, whether its post has ended
     commits:    (seq, L), in the order they were sent
@@ -116,7 +132,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     last: tuple[tuple[int, int], ...]
     ended: tuple[bool, ...]
-    begun: tuple[tuple[int, int, tuple[int, ...], frozenset[int]], ...] = ()
+    begun: tuple[Begun, ...] = ()
     cancelled: frozenset[int] = frozenset()
     commits: tuple[tuple[int, int], ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
@@ -144,10 +160,6 @@ class _Ids:
             found = self._ids[key] = len(self.things)
             self.things.append(thing)
         return found
-
-
-class _Refusal(msgspec.Struct, frozen=True):
-    reason: str
 
 
 class _Draft:
@@ -178,7 +190,8 @@ class Result(msgspec.Struct, kw_only=True):
     states_count: int = 0
     moves_count: int = 0
     calm_states_count: int = 0
-    is_complete: bool = True  #: False: the search ended at `states_max`
+    is_complete: bool = True  #: False: the search ended at `states_max` or `depth_max`
+    depth: int = 0  #: every chain of so many moves was followed; the longest there is, if complete
     begun_count: int = 0  #: distinct (whale, launch) begun somewhere
     shared_count: int = 0  #: distinct launches in which two whales ran
     broken: str | None = None
@@ -190,7 +203,7 @@ class Explorer:
     """Breadth-first search of one World.
 
     Args:
-        member_class, sequencer_class:  mutations of the protocol, to show that they are found
+        member_class, sequencer_class, bells_class:  mutations of the protocol, to show that they are found
         validate_machines:              look at the machines' own invariants, too
     """
 
@@ -200,6 +213,7 @@ class Explorer:
         *,
         member_class: type[Member] = Member,
         sequencer_class: type[Sequencer] = Sequencer,
+        bells_class: type[Bells] = Bells,
         validate_machines: bool = True,
     ) -> None:
         self.world = world
@@ -226,6 +240,8 @@ class Explorer:
             deadline_ns=0,
             deadline_launches=0,
         )
+        self._bells_class = bells_class
+        self._wakings: dict[tuple[int, tuple[int, ...], bool], bool] = {}
         self._member_states = _Ids()
         self._sequencer_states = _Ids()
         self._messages = _Ids()
@@ -238,8 +254,11 @@ class Explorer:
         self._shared: set[int] = set()
 
     # ---- the search --------------------------------------------------------------------------------------------
-    def run(self, states_max: int = 10_000_000) -> Result:
-        """Search until the horizon, or until a property is broken, or `states_max` states are known."""
+    def run(self, states_max: int = 10_000_000, depth_max: int = 1_000_000) -> Result:
+        """Search until the horizon, or a property is broken, or `states_max` states are known, or `depth_max` moves.
+
+        A search that ends before all is seen takes the calm way from each of its last states.
+        """
         result = Result(world=self.world.name)
         root = self._root()
         parents: dict[Node, tuple[Node, Move] | None] = {root: None}
@@ -258,7 +277,10 @@ class Explorer:
                     move = ("the calm way",)
                     self._check_calm(node)
                 level = following
-                result.is_complete = len(parents) <= states_max
+                result.depth += bool(level)
+                result.is_complete = not level or (len(parents) <= states_max and result.depth < depth_max)
+            for node in level:  # none, if the search is complete
+                self._follow_calm(node)
         except PropertyBroken as broken:
             result.broken, result.what = broken.name, str(broken)
             result.trace = self._trace(parents, node, move)
@@ -306,12 +328,12 @@ class Explorer:
             self._step_member(draft, whale.gang[-1], wanted)
         return draft.node()
 
-    def _plan(self, length: int, poster: int, policy: Any, excluded: frozenset[int]) -> GangPlan | _Refusal:
+    def _plan(self, length: int, poster: int, policy: Any, excluded: frozenset[int]) -> GangPlan | PlanRefused:
         """The length of a prompt tells which whale it is."""
         whale = self.world.whales[length - 1]
         gang = tuple(rank for rank in whale.gang if rank not in excluded)
         if poster in excluded or len(gang) < 2:
-            return _Refusal("no helper is left")
+            return PlanRefused(field="excluded", reason="no helper is left")
         bounds = tuple(length * i // len(gang) for i in range(len(gang) + 1))
         return GangPlan(gang=gang, bounds=bounds, supersteps=whale.supersteps)
 
@@ -471,7 +493,7 @@ class Explorer:
 
     # ---- the calm way ------------------------------------------------------------------------------------------
     def _check_calm(self, node: Node) -> None:
-        """A calm move leads to a node that the search visits as well; only beyond the horizon it must be followed."""
+        """A calm move leads to a node that the search visits as well; only beyond its end it must be followed."""
         move = self._calm_move(node)
         if move is None:
             self._check_settled(node)
@@ -505,10 +527,11 @@ class Explorer:
             if self._is_stopped(self._state(members, rank)):
                 if downs[rank]:
                     return ("hears", rank, len(downs[rank]))
-            elif self._may_compose(members, rank) or self._has_died_in(downs[rank]):
-                a_peer_waits = any(self._count(members, peer) > self._count(members, rank) for peer in ranks)
-                if downs[rank] or a_peer_waits or not self._may_sleep(members, rank):
-                    return ("launch", rank, len(downs[rank]), -1)
+            elif self._has_died_in(downs[rank]) or (
+                self._may_compose(members, rank)
+                and (not self._may_sleep(members, rank) or self._is_woken(members, rank, bool(downs[rank])))
+            ):
+                return ("launch", rank, len(downs[rank]), -1)
         for rank in alive:
             moves = self._quiet_moves(members, rank, env)
             if moves:
@@ -521,11 +544,13 @@ class Explorer:
         env: Env = self._envs.things[env_id]
         facts: Facts = self._facts.things[facts_id]
         alive = [r for r in range(self.world.ranks) if r not in env.dead and r not in env.failed]
-        for rank in alive:
+        for rank in alive:  # first, for whoever is waited for is why a peer stays armed
             state = self._state(members, rank)
             waiting = [peer for peer in alive if self._count(members, peer) > state.count]
             if waiting and not self._is_stopped(state):
                 raise PropertyBroken("awake", f"rank {rank} sleeps before launch {state.count}, {waiting} wait for it")
+        for rank in alive:
+            state = self._state(members, rank)
             if state.records and not self._is_stopped(state):
                 raise PropertyBroken("armed ends", f"rank {rank} holds {self._open(node)}")
             if env.stop_wanted or env.dead:
@@ -536,10 +561,10 @@ class Explorer:
                     raise PropertyBroken("stop", f"rank {rank} is {state.phase.value}, has heard Bye of {state.byes}")
         if not all(facts.ended):
             raise PropertyBroken("posts end", f"ended: {facts.ended}")
-        for seq, launch, gang, ranks in facts.begun:
-            missing = set(gang) - ranks - env.dead - env.failed
+        for whale in facts.begun:
+            missing = set(whale.gang) - whale.ranks - env.dead - env.failed
             if missing:
-                raise PropertyBroken("together", f"seq {seq} began at {launch} without {missing}")
+                raise PropertyBroken("together", f"seq {whale.seq} began at {whale.first} without {missing}")
 
     def _open(self, node: Node) -> str:
         states = [self._state(node[0], rank) for rank in range(self.world.ranks)]
@@ -630,6 +655,29 @@ class Explorer:
         self.members[rank].state = self._state(members, rank)
         return self.members[rank].may_sleep
 
+    def _is_woken(self, members: Any, rank: int, has_put: bool) -> bool:
+        """Does anything but the heartbeat end the sleep of this rank? `has_put`: there is something in its inbox."""
+        counts = tuple(self._count(members, peer) for peer in range(self.world.ranks))
+        known = self._wakings.get((rank, counts, has_put))
+        if known is None:
+            known = self._wakings[rank, counts, has_put] = self._ask_bells(rank, counts, has_put)
+        return known
+
+    def _ask_bells(self, rank: int, counts: tuple[int, ...], has_put: bool) -> bool:
+        """Ring every launch bell as the loops of ranks at these counts have, put, and let this rank fall asleep."""
+        world = self.world.ranks
+        layout = SlabLayout.from_spec(_slab(world))
+        slabs = [PrivateSlab(owner, layout.nbytes) for owner in range(world)]
+        bells = [self._bells_class(layout, slabs, owner) for owner in range(world)]
+        for peer, count in enumerate(counts):
+            others = np.array([other for other in range(world) if other != peer], np.int64)
+            # With the words of n-2 a launch is composed while the one before is in flight; it begins when that is over.
+            for launch in range(min(count, min(counts) + 1)):
+                bells[peer].ring(BELL_LAUNCH, others, launch + 1)
+        if has_put:
+            bells[rank].wake()
+        return bells[rank].sleep(counts[rank], 0.0) is not Why.TICK
+
     def _may_compose(self, members: Any, rank: int) -> bool:
         """The paired exchange: launch n - words_back of everybody is composed."""
         count = self._count(members, rank) + 1 - self.world.words_back
@@ -667,7 +715,7 @@ class Explorer:
         """By the sequencer."""
         facts: Facts = self._facts.things[draft.facts]
         if isinstance(message, msg.Cancel):
-            if any(message.seq == seq for seq, *_ in facts.begun):
+            if any(message.seq == whale.seq for whale in facts.begun):
                 raise PropertyBroken("cancelled", f"{message} after the whale was begun")
             self._note(draft, cancelled=facts.cancelled | {message.seq})
         elif isinstance(message, msg.Commit | msg.Stop) and (message.seq, message.launch) not in facts.commits:
@@ -686,45 +734,49 @@ class Explorer:
             raise PropertyBroken("cancelled", f"rank {rank} begins seq {seq}, which was cancelled")
         if launch < dict(facts.commits)[seq]:
             raise PropertyBroken("one launch", f"rank {rank} begins seq {seq} at {launch}, before its L")
+        end = launch + begun.gather.plan.supersteps
         last_seq, last_launch = facts.last[rank]
-        if seq < last_seq or launch <= last_launch:
+        if seq < last_seq:
             raise PropertyBroken("apart", f"rank {rank} begins seq {seq} at {launch} after {facts.last[rank]}")
+        others = frozenset[int]()
+        for other in facts.begun:
+            if other.seq == seq:
+                others = other.ranks
+            elif other.first < end and launch < other.end:
+                self._shared.add(launch)
+                if set(gang) & set(other.gang):
+                    raise PropertyBroken("apart", f"seqs {seq} and {other.seq} share launch {launch}: {gang}")
         if launch - last_launch < 2:
             raise PropertyBroken("a launch between", f"rank {rank} begins seq {seq} at {launch}: {facts.last[rank]}")
-        others = frozenset[int]()
-        for other_seq, other_launch, other_gang, ranks in facts.begun:
-            if other_seq == seq:
-                others = ranks
-                if other_launch != launch:
-                    raise PropertyBroken(
-                        "one launch", f"rank {rank} begins seq {seq} at {launch}, {set(ranks)} at {other_launch}"
-                    )
-            elif other_launch == launch:
-                self._shared.add(launch)
-                if set(gang) & set(other_gang):
-                    raise PropertyBroken("apart", f"seqs {seq} and {other_seq} share launch {launch}: {gang}")
-        passed = [r for r in gang if r not in others and r != rank and self._count(draft.members, r) > launch]
-        if passed:
-            raise PropertyBroken("together", f"rank {rank} begins seq {seq} at {launch}, which {passed} passed")
-        entry = (seq, launch, gang, others | {rank})
-        kept = [other for other in facts.begun if other[0] != seq]
-        self._note(draft, begun=tuple(sorted([*kept, entry], key=lambda one: one[0])))
+        for member in gang:
+            if member not in others and member != rank and self._count(draft.members, member) > launch:
+                self._passes(draft, member, seq, launch)
+        entry = Begun(seq, launch, end, gang, others | {rank})
+        kept = [other for other in facts.begun if other.seq != seq]
+        self._note(draft, begun=tuple(sorted([*kept, entry])))
         if gang[-1] == rank:
             self._end_post(draft, begun.gather.request_id)
+
+    def _passes(self, draft: _Draft, rank: int, seq: int, launch: int) -> None:
+        """A member has composed the launch at which others begin the whale, and has not begun it."""
+        records = self._state(draft.members, rank).records
+        holds_commit = any(one.seq == seq and one.state is RecordState.COMMITTED for one in records)
+        name = "one launch" if holds_commit else "together"
+        raise PropertyBroken(name, f"rank {rank} passes launch {launch}, where seq {seq} begins, without beginning it")
 
     def _composed(self, draft: _Draft, rank: int, compose: do.Compose) -> None:
         facts: Facts = self._facts.things[draft.facts]
         launch = compose.launch
         draft.words[rank] = (*draft.words[rank], compose.word)[-2 * self.world.words_back :]
-        for seq, began, gang, ranks in facts.begun:
-            if rank in gang and rank not in ranks and launch >= began:
-                raise PropertyBroken("together", f"rank {rank} passes launch {began}, where seq {seq} began without it")
+        for whale in facts.begun:
+            if rank in whale.gang and rank not in whale.ranks and launch >= whale.first:
+                self._passes(draft, rank, whale.seq, whale.first)
         last_seq, last_launch = facts.last[rank]
         if facts.stops and launch > facts.stops[0][1]:
             raise PropertyBroken("stop", f"rank {rank} passes Stop with {compose}")
         if compose.kind is do.LaunchKind.SUPERSTEP:
             assert compose.seq is not None
-            began = next((one[1] for one in facts.begun if one[0] == compose.seq), -1)
+            began = next((whale.first for whale in facts.begun if whale.seq == compose.seq), -1)
             if launch != began + compose.step:
                 raise PropertyBroken("one launch", f"rank {rank} runs {compose}, begun at {began}")
             last = list(facts.last)
@@ -743,6 +795,22 @@ class Explorer:
             raise PropertyBroken("a launch between", f"rank {rank}: {compose} right after seq {last_seq}")
 
 
+def _slab(world: int) -> SlabSpec:
+    """Bells, and next to nothing else."""
+    return SlabSpec(
+        world=world,
+        rows_max=1,
+        hidden=1,
+        top_k=0,
+        segment_rows_max=0,
+        halo_values=0,
+        package_heads=0,
+        key_dim=0,
+        value_dim=0,
+        latent_width=0,
+    )
+
+
 #: Troubles that a world may have one of, and how it is called.
 TROUBLES = ("declines", "withdraws", "deadlines", "deaths", "stops", "drains")
 
@@ -753,7 +821,7 @@ def _pair(count: int, name: str, **more: Any) -> World:
 
 
 def worlds() -> tuple[World, ...]:
-    """What `make test` explores: completely, with messages that may come a launch late."""
+    """What `make test` explores completely: messages may come a launch late, or, of two whales and a trouble, may not."""
     troubles = [
         _pair(1, f"one whale, {trouble}, words of n-{back}", words_back=back, **{trouble: 1})
         for back in (1, 2)
@@ -764,20 +832,36 @@ def worlds() -> tuple[World, ...]:
     trio = World(name="three ranks, one whale", ranks=3, whales=(Whale(gang=(0, 2, 1)),))
     part = World(name="three ranks, a whale of two of them", ranks=3, whales=(Whale(gang=(2, 1)),))
     pairs = (_pair(2, "two whales"), _pair(2, "two whales and a decline", declines=1))
-    return (*pairs, long, trio, part, *troubles)
+    return (*pairs, long, trio, part, *troubles, *_two_whales_and_a_trouble(lateness=0))
+
+
+def _two_whales_and_a_trouble(lateness: int) -> list[World]:
+    how = f"two whales, messages {lateness} late"
+    pairs = [
+        _pair(2, f"{how}, {trouble}, words of n-{back}", words_back=back, lateness=lateness, **{trouble: 1})
+        for back in (1, 2)
+        for trouble in TROUBLES
+    ]
+    gangs = (Whale(gang=(0, 1)), Whale(gang=(1, 2)))
+    return [*pairs, World(name=f"three ranks, {how}", ranks=3, whales=gangs, lateness=lateness)]
+
+
+def first_worlds() -> tuple[World, ...]:
+    """What `make test` explores the beginning of: two whales and a trouble, and messages that may come a launch late."""
+    chosen = ("withdraws", "deadlines", "deaths")
+    return tuple(
+        world
+        for world in _two_whales_and_a_trouble(lateness=1)
+        if world.words_back == 1 and any(getattr(world, trouble) for trouble in chosen)
+    )
 
 
 def deep_worlds(lateness: int = 1) -> tuple[World, ...]:
     """What `tools/explore.py` explores beyond that: two whales and a trouble, three ranks; minutes to hours each."""
     more: dict[str, Any] = {"lateness": lateness}
-    pairs = [
-        _pair(2, f"two whales, {trouble}, words of n-{back}", words_back=back, **{trouble: 1}, **more)
-        for back in (1, 2)
-        for trouble in TROUBLES
-    ]
     all_four = {"declines": 1, "withdraws": 1, "deadlines": 1, "deaths": 1}
     both = _pair(1, "one whale, decline, withdraw, deadline and death", **all_four, **more)
-    trio = World(name="three ranks, two whales", ranks=3, whales=(Whale(gang=(0, 1)), Whale(gang=(1, 2))), **more)
     apart = World(name="four ranks, two gangs", ranks=4, whales=(Whale(gang=(0, 1)), Whale(gang=(2, 3))), **more)
     drain = _pair(1, "one whale, drains, words of n-2", words_back=2, drains=1, **more)
-    return (_pair(2, "two whales, words of n-2", words_back=2, **more), *pairs, both, trio, apart, drain)
+    late = _pair(2, "two whales, words of n-2", words_back=2, **more)
+    return (late, *_two_whales_and_a_trouble(lateness), both, apart, drain)

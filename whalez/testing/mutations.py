@@ -9,7 +9,10 @@ from copy import copy
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from whalez.fabric.doorbell import Bells, Why
 from whalez.hub.conductor import Conductor, Out
 from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
@@ -79,6 +82,37 @@ class SleepsThroughAll(m.Member):
         return True
 
 
+class SleepsThroughLaunches(Bells):
+    """Wakes for the launch after the one that it is waited for in."""
+
+    def sleep(self, launch: int, timeout_s: float) -> Why:
+        return super().sleep(launch + 1, timeout_s)
+
+
+class RingsOnePeer(Bells):
+    def ring(self, kind: int, peers: npt.NDArray[np.int64], value: int) -> None:
+        super().ring(kind, peers[:1], value)
+
+
+class SleepsThroughPuts(Bells):
+    """Whoever puts something into an inbox does not wake its rank."""
+
+    def wake(self) -> None:
+        pass
+
+
+class BeginsBeforeL(m.Member):
+    """Begins a whale as soon as all name it."""
+
+    def _begin(
+        self, draft: m.MemberState, boundary: ev.LaunchComposing, now_ns: int, effects: list[do.Effect]
+    ) -> m.Record | None:
+        following = self._following(draft)
+        if following is not None:
+            self._put(draft, msgspec.structs.replace(following, launch=boundary.launch))
+        return super()._begin(draft, boundary, now_ns, effects)
+
+
 class LosesPosts(m.Member):
     """Does not tell its loop that a post has ended."""
 
@@ -101,6 +135,22 @@ class TrustingMember(m.Member):
 
     def _check_commit_order(self, draft: m.MemberState, seq: int) -> None:
         pass
+
+
+class BeginsInOrderOfL(TrustingMember):
+    """Names and begins the whale with the lowest L first, not the one with the lowest seq."""
+
+    def _following(self, draft: m.MemberState) -> m.Record | None:
+        committed = [record for record in draft.records if record.state is m.RecordState.COMMITTED]
+        return min(committed, key=lambda record: record.launch or 0, default=None)
+
+
+class ForgetsBusyRanks(s.Sequencer):
+    """Commits a whale for launches in which another one has a member of it."""
+
+    def _launch_for(self, draft: s.SequencerState, gang: tuple[int, ...], counts: tuple[int, ...]) -> int:
+        idle = msgspec.structs.replace(draft, free_from=(0,) * self.world)
+        return super()._launch_for(idle, gang, counts)
 
 
 class CommitsOutOfOrder(s.Sequencer):
