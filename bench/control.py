@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.report import ROOT, console, table
 
-POSTS, BOUNCES, WARM = 200, 200, 20
+POSTS, WARM = 200, 20
 
 
 def world_of(world: int, address: str, posts: int) -> list[dict[str, Any]]:
@@ -38,8 +38,8 @@ def post_to_commit() -> None:
                  "bare round trip us", "over two of them", "bar")  # fmt: skip
     for world in (2, 4, 8, 16):
         with tempfile.TemporaryDirectory(prefix="whalez-bench-") as folder:
-            bare = world_of(world, f"bare:ipc://{Path(folder) / 'bare'}", BOUNCES)[0]["took"][WARM:]
-            took = world_of(world, f"ipc://{Path(folder) / 'hub'}", POSTS)[-1]["took"][WARM:]
+            said = world_of(world, f"ipc://{Path(folder) / 'hub'}", POSTS)
+        bare, took = said[0]["bare"][WARM:], said[-1]["took"][WARM:]
         trip, median = statistics.median(bare) / 1e3, statistics.median(took) / 1e3
         high = statistics.quantiles(took, n=20)[-1] / 1e3
         rows.add_row(str(world), f"{median:.0f}", f"{high:.0f}", f"{trip:.0f}", f"{median / (2 * trip):.2f}",

@@ -1,7 +1,8 @@
 """One rank of the control-plane bench: the shipped hub and member, boundaries driven by an empty loop, no model.
 
-`python -m bench.control_rank RANK WORLD ADDRESS POSTS` prints one JSON line; rank WORLD-1 posts. With an ADDRESS that
-begins with `bare:` the same processes only send frames from rank 0 and back: the round trip of pyzmq alone.
+`python -m bench.control_rank RANK WORLD ADDRESS POSTS` prints one JSON line; rank WORLD-1 posts. After every post, rank 0
+measures one round trip of pyzmq alone. Both begin right after a boundary, milliseconds after the last frame, in
+processes that wake every `BOUNDARY_S`; so a core is as awake for the one as for the other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 
 import zmq
 
@@ -31,7 +31,7 @@ FLOOR = 16
 TOKENS_PER_RANK = 64
 BOUNDARY_S = 0.002  # a launch without rows lasts at most so long; a message ends it
 WORD_COPIES = 4
-PACE_S = 0.01  # between bare round trips, as between posts: a core that has slept is slower than one that spins
+GAP_LAUNCHES = 3  # between a whale and the next post: rank 0's round trip falls into the first, which ends with it
 
 
 class Paired:
@@ -147,51 +147,72 @@ class Rank:
         self.hub.close()
 
 
-def bounce(rank: int, world: int, address: str, count: int) -> list[int]:
-    """ns of each round trip from rank 0 to all others and back, on rank 0."""
-    context = zmq.Context()
-    took = []
-    if rank == 0:
-        router = context.socket(zmq.ROUTER)
-        router.bind(address)
-        peers = [router.recv_multipart()[0] for _ in range(world - 1)]
-        for _ in range(count):
-            time.sleep(PACE_S)
-            began = now_ns()
-            for peer in peers:
-                router.send_multipart([peer, b"x" * 256])
-            for _ in peers:
-                router.recv_multipart()
-            took.append(now_ns() - began)
-        for peer in peers:
-            router.send_multipart([peer, b""])
-        router.close(linger=1000)
-    else:
-        dealer = context.socket(zmq.DEALER)
+class Bare:
+    """Frames of pyzmq alone between the same processes: from rank 0 to all others, whose echo threads send them back.
+
+    Owns:      its context, its socket and, at all ranks but 0, its thread
+    Closed by: `close`; blocks until rank 0 has closed, too
+    """
+
+    def __init__(self, rank: int, world: int, address: str) -> None:
+        self._context = zmq.Context()
+        if rank == 0:
+            self._router = self._context.socket(zmq.ROUTER)
+            self._router.bind(address)
+            self._peers = [self._router.recv_multipart()[0] for _ in range(world - 1)]
+            return
+        self._echo = threading.Thread(target=self._send_back, args=(address,))
+        self._echo.start()
+
+    def _send_back(self, address: str) -> None:
+        dealer = self._context.socket(zmq.DEALER)
         dealer.connect(address)
         dealer.send(b"here")
         while frame := dealer.recv():
             dealer.send(frame)
         dealer.close(linger=0)
-    context.term()
-    return took
+
+    def round_trip(self) -> int:
+        """ns until all have answered; at rank 0."""
+        began = now_ns()
+        for peer in self._peers:
+            self._router.send_multipart([peer, b"x" * 256])
+        for _ in self._peers:
+            self._router.recv_multipart()
+        return now_ns() - began
+
+    def close(self, rank: int) -> None:
+        if rank:
+            self._echo.join()
+        else:
+            for peer in self._peers:
+                self._router.send_multipart([peer, b""])
+            self._router.close(linger=1000)
+        self._context.term()
 
 
 def main() -> None:
     rank, world, address, posts = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    if address.startswith("bare:"):
-        print(json.dumps({"took": bounce(rank, world, address.removeprefix("bare:"), posts)}))
-        return
     one = Rank(rank, world, address)
     began, stood = one.start()
-    took = []
-    if rank == world - 1:
-        took = [one.post(number) for number in range(posts)]
-    else:
-        while one.over < posts:
-            one.boundary()
+    took: list[int] = []
+    trips: list[int] = []
+    if posts:
+        bare = Bare(rank, world, f"{address}.bare")
+        for number in range(posts):
+            if rank == world - 1:
+                took.append(one.post(number))
+                for _ in range(GAP_LAUNCHES):
+                    one.boundary()
+                continue
+            while one.over == number:
+                one.boundary()
+            if rank == 0:
+                trips.append(bare.round_trip())
     one.leave()
-    print(json.dumps({"began": began, "stood": stood, "took": took}))
+    if posts:
+        bare.close(rank)
+    print(json.dumps({"began": began, "stood": stood, "took": took, "bare": trips}))
 
 
 main()
