@@ -14,7 +14,7 @@ from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
 from whalez.rendezvous import messages as msg
 from whalez.rendezvous.invariants import validate
-from whalez.rendezvous.member import Member
+from whalez.rendezvous.member import Member, Phase
 from whalez.rendezvous.sequencer import Sequencer
 from whalez.testing.simulator import ToyPolicy
 
@@ -143,7 +143,7 @@ class Fleet:
             at = len(self.words) - self.words_back
             words = self.words[at] if at >= 0 else (0,) * self.world
             for rank in range(self.world):
-                if not self.members[rank].is_stopped:
+                if self.members[rank].state.phase is not Phase.STOPPED:
                     self.member(rank, ev.LaunchComposing(len(self.words), words))
             self.words.append(tuple(composed[-1].word for composed in self.composed))
             launch = len(self.words) - 1

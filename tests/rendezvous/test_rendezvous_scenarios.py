@@ -13,6 +13,7 @@ from whalez.planning import CostModel, PlanPolicy, check_plan, plan_whale
 from whalez.rendezvous import events as ev
 from whalez.rendezvous import messages as msg
 from whalez.rendezvous.member import Member, Phase, PostState
+from whalez.rendezvous.sequencer import Phase as WorldPhase
 from whalez.rendezvous.sequencer import Sequencer
 
 
@@ -272,7 +273,7 @@ def test_stop_ends_queued_posts_and_open_gathers() -> None:
     assert isinstance(stop, msg.Stop)
     assert fleet.launches_of(stop.seq) == {rank: [stop.launch] for rank in range(4)}
     assert stop.launch > fleet.begun[0][0] + 1
-    assert all(member.is_stopped for member in fleet.members)
+    assert all(member.state.phase is Phase.STOPPED for member in fleet.members)
     assert all(kinds.endswith("S") and "S" not in kinds[:-1] for kinds in map(fleet.kinds, range(4)))
 
 
@@ -282,7 +283,7 @@ def test_stop_crosses_with_a_post() -> None:
     fleet.post(1, "crossed", 8)  # sent before the Stop is read
     fleet.run(8)
     assert fleet.ended == {"crossed": "the fleet is stopping"}
-    assert all(member.is_stopped for member in fleet.members)
+    assert all(member.state.phase is Phase.STOPPED for member in fleet.members)
 
 
 def test_world_stops_when_all_have_left() -> None:
@@ -295,7 +296,7 @@ def test_world_stops_when_all_have_left() -> None:
         fleet.member(rank, ev.DrainedHere())
     assert fleet.members[0].state.phase is Phase.LEFT
     fleet.run(10)
-    assert all(member.is_stopped for member in fleet.members)
+    assert all(member.state.phase is Phase.STOPPED for member in fleet.members)
 
 
 def test_drain_refuses_posts_and_stops_at_its_deadline_without_the_last_leave() -> None:
@@ -309,11 +310,11 @@ def test_drain_refuses_posts_and_stops_at_its_deadline_without_the_last_leave() 
     for rank in range(3):
         fleet.member(rank, ev.DrainedHere())
     fleet.run(3)
-    assert not fleet.sequencer.has_stopped
+    assert fleet.sequencer.state.phase is not WorldPhase.STOPPED
     fleet.now_ns = 8 * SECOND
     fleet.sequence(ev.Tick())
     fleet.run(10)
-    assert all(member.is_stopped for member in fleet.members)
+    assert all(member.state.phase is Phase.STOPPED for member in fleet.members)
 
 
 def test_death_is_fatal_until_stop_has_begun() -> None:

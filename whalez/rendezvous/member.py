@@ -27,11 +27,10 @@ from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
 from whalez.rendezvous import messages as msg
+from whalez.rendezvous.records import STORY_COUNT_MAX, describe, drop, find, put
 
 #: Recomputes a plan and raises PlanDiffers by field, as planning.check_plan: (plan, length, poster, policy, excluded).
 PlanCheck = Callable[[GangPlan, int, int, Any, frozenset[int]], object]
-
-STORY_COUNT_MAX = 64
 
 
 class Phase(Enum):
@@ -322,10 +321,6 @@ class Member:
         return self.state.records
 
     @property
-    def is_stopped(self) -> bool:
-        return self.state.phase is Phase.STOPPED
-
-    @property
     def everyone_said_bye(self) -> bool:
         return len(self.state.byes) == self.world
 
@@ -346,7 +341,7 @@ class Member:
         effects = _HANDLERS[what](self, draft, content, now_ns)
         self.state = draft
         if what is not Input.COMPOSE or len(effects) > 1:
-            self.story.append((now_ns, draft.count, draft.phase.value, _describe(content)))
+            self.story.append((now_ns, draft.count, draft.phase.value, describe(content)))
         return effects
 
     # ---- posts -------------------------------------------------------------------------------------------------
@@ -433,7 +428,7 @@ class Member:
             self._move_post(draft, gather.request_id, Input.GATHER)
         reason = self._unfit(draft, gather, is_owner)
         state = self._row(RecordState.UNSEEN, Input.UNFIT if reason else Input.GATHER, seq)
-        self._put(draft, Record(seq=seq, state=state, gather=gather, gang=plan.gang))
+        put(draft, Record(seq=seq, state=state, gather=gather, gang=plan.gang))
         draft.seq_seen = seq
         if reason:
             return [do.Send(msg.Decline(rank=self.rank, seq=seq, reason=reason))]
@@ -477,7 +472,7 @@ class Member:
         assert record.gather is not None
         if commit.supersteps != record.gather.plan.supersteps or commit.launch < 0:
             raise self._illegal(f"Commit {commit.seq} is {commit}, its plan {record.gather.plan}")
-        self._put(draft, msgspec.structs.replace(record, launch=commit.launch, supersteps=commit.supersteps))
+        put(draft, msgspec.structs.replace(record, launch=commit.launch, supersteps=commit.supersteps))
         return []
 
     def _check_commit_order(self, draft: MemberState, seq: int) -> None:
@@ -488,7 +483,7 @@ class Member:
     def _cancel(self, draft: MemberState, cancel: msg.Cancel, now_ns: int) -> list[do.Effect]:
         if cancel.outcome not in ("regathered", "final"):
             raise self._illegal(f"Cancel {cancel.seq} with outcome {cancel.outcome!r}")
-        before = self._find(draft, cancel.seq)
+        before = find(draft, cancel.seq)
         self._move(draft, cancel.seq, Input.CANCEL)
         if before is None:
             return []
@@ -524,7 +519,7 @@ class Member:
             if other.state not in (RecordState.COMMITTED, RecordState.RUNNING):
                 raise self._illegal(f"Stop {stop.seq} before seq {other.seq} was committed or cancelled")
         state = self._row(RecordState.UNSEEN, Input.STOP, stop.seq)
-        self._put(draft, Record(seq=stop.seq, state=state, gather=None, gang=self._everyone, launch=stop.launch))
+        put(draft, Record(seq=stop.seq, state=state, gather=None, gang=self._everyone, launch=stop.launch))
         draft.seq_seen = stop.seq
         effects: list[do.Effect] = []
         for slot in draft.posts:
@@ -561,7 +556,7 @@ class Member:
             if running is None:
                 effects.append(do.WhaleOver(_running_seq(self.state)))
             else:
-                running = self._put(draft, msgspec.structs.replace(running, step=running.step + 1))
+                running = put(draft, msgspec.structs.replace(running, step=running.step + 1))
         if running is None:
             running = self._begin(draft, boundary, now_ns, effects)
 
@@ -592,7 +587,7 @@ class Member:
             return None
         record = self._move(draft, following.seq, Input.BEGIN)
         assert record is not None
-        record = self._put(draft, msgspec.structs.replace(record, slipping_since=None))
+        record = put(draft, msgspec.structs.replace(record, slipping_since=None))
         if record.gather is None:
             assert draft.phase is Phase.STOPPING
             draft.phase = PHASES[draft.phase, Input.BEGIN]
@@ -610,7 +605,7 @@ class Member:
 
     def _slip(self, draft: MemberState, record: Record, boundary: ev.LaunchComposing, now_ns: int) -> None:
         if record.slipping_since is None:
-            self._put(draft, msgspec.structs.replace(record, slipping_since=(boundary.launch, now_ns)))
+            put(draft, msgspec.structs.replace(record, slipping_since=(boundary.launch, now_ns)))
             return
         launch, since_ns = record.slipping_since
         if boundary.launch - launch > self.slip_max_launches and now_ns - since_ns > self.slip_max_ns:
@@ -645,9 +640,6 @@ class Member:
     def _running(self, draft: MemberState) -> Record | None:
         return next((record for record in draft.records if record.state is RecordState.RUNNING), None)
 
-    def _find(self, draft: MemberState, seq: int) -> Record | None:
-        return next((record for record in draft.records if record.seq == seq), None)
-
     def _check_unseen(self, draft: MemberState, seq: int, what: str) -> None:
         if seq <= draft.seq_seen:
             raise self._illegal(f"{what} {seq} after seq {draft.seq_seen}: seqs must rise")
@@ -660,22 +652,17 @@ class Member:
 
     def _move(self, draft: MemberState, seq: int, what: Input) -> Record | None:
         """One row for one record; returns the record as it is now, None if it is finished."""
-        record = self._find(draft, seq)
+        record = find(draft, seq)
         if record is not None:
             state = record.state
         else:
             state = RecordState.UNSEEN if seq > draft.seq_seen else RecordState.FINISHED
         state = self._row(state, what, seq)
         if state is RecordState.FINISHED:
-            draft.records = tuple(other for other in draft.records if other.seq != seq)
+            drop(draft, seq)
             return None
         assert record is not None
-        return self._put(draft, msgspec.structs.replace(record, state=state))
-
-    def _put(self, draft: MemberState, record: Record) -> Record:
-        others = [other for other in draft.records if other.seq != record.seq]
-        draft.records = tuple(sorted([*others, record], key=lambda one: one.seq))
-        return record
+        return put(draft, msgspec.structs.replace(record, state=state))
 
     def _illegal(self, what: str) -> LocalProtocolError:
         return LocalProtocolError(f"rank {self.rank} at launch {self.state.count}: {what}; story={list(self.story)}")
@@ -683,13 +670,6 @@ class Member:
 
 def _running_seq(state: MemberState) -> int:
     return next(record.seq for record in state.records if record.state is RecordState.RUNNING)
-
-
-def _describe(content: object) -> str:
-    """Short: a story must not keep prompts alive."""
-    parts = [f"{name}={getattr(content, name)}" for name in ("seq", "request_id", "launch", "reason", "outcome", "rank")
-             if hasattr(content, name)]  # fmt: skip
-    return f"{type(content).__name__}({', '.join(parts)})"
 
 
 _HANDLERS: dict[Input, Callable[[Member, MemberState, Any, int], list[do.Effect]]] = {

@@ -25,11 +25,11 @@ from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
 from whalez.rendezvous import messages as msg
+from whalez.rendezvous.records import STORY_COUNT_MAX, describe, drop, find, put
 
 #: (length, poster, policy, excluded) -> a GangPlan, or something with a `reason`.
 Planner = Callable[[int, int, Any, frozenset[int]], Any]
 
-STORY_COUNT_MAX = 64
 TICK_SPACING_NS = 50_000_000  #: a deadline that waits for launches is looked at again this much later
 LEAVE_MARGIN_NS = 2_000_000_000  #: after the grace of a drain, for the ranks' Leaves to arrive
 LAUNCH_LEAD_MAX = 64  #: a Ready whose count is further ahead of rank 0 than this is nonsense
@@ -267,11 +267,6 @@ class Sequencer:
     def records(self) -> tuple[Record, ...]:
         return self.state.records
 
-    @property
-    def has_stopped(self) -> bool:
-        """Stop is committed."""
-        return self.state.phase is Phase.STOPPED
-
     # ---- step --------------------------------------------------------------------------------------------------
     def step(self, event: ev.Event, now_ns: int, launch: int) -> list[do.Effect]:
         """Take one event; return what the driver must send, in order.
@@ -297,7 +292,7 @@ class Sequencer:
             self._advance(draft, now_ns, effects)
         self.state = draft
         if what is not Input.TICK or effects:
-            self.story.append((now_ns, draft.launch, draft.phase.value, sender, _describe(content)))
+            self.story.append((now_ns, draft.launch, draft.phase.value, sender, describe(content)))
         return effects
 
     # ---- posts -------------------------------------------------------------------------------------------------
@@ -343,7 +338,7 @@ class Sequencer:
         what = Input.LAST_READY if len(counts) == record.plan.width else Input.READY
         moved = self._move(draft, ready.seq, what, ready.rank)
         assert moved is not None
-        self._put(draft, msgspec.structs.replace(moved, counts=counts))
+        put(draft, msgspec.structs.replace(moved, counts=counts))
         self._follow_lag(draft, draft.launch - ready.count)
 
     def _decline(self, draft: SequencerState, decline: msg.Decline, now_ns: int, effects: list[do.Effect]) -> None:
@@ -365,7 +360,7 @@ class Sequencer:
 
     def _answered(self, draft: SequencerState, answer: msg.Ready | msg.Decline) -> Record | None:
         """The record an answer is for; None if it is finished. Raises for an answer that nobody asked for."""
-        record = self._find(draft, answer.seq)
+        record = find(draft, answer.seq)
         if record is None:
             return None
         if answer.rank not in record.plan.gang:
@@ -501,7 +496,7 @@ class Sequencer:
             gathered_ns=now_ns,
             gathered_launch=draft.launch,
         )
-        self._put(draft, record)
+        put(draft, record)
         gather = msg.Gather(
             seq=seq,
             request_id=post.request_id,
@@ -519,7 +514,7 @@ class Sequencer:
         moved = self._move(draft, record.seq, Input.COMMIT, -1)
         assert moved is not None
         post = msgspec.structs.replace(record.post, tokens=b"")  # kept for status; the prompt is with its gang now
-        self._put(draft, msgspec.structs.replace(moved, launch=launch, post=post))
+        put(draft, msgspec.structs.replace(moved, launch=launch, post=post))
         draft.launch_floor = launch
         # One launch of its own for every member between this whale and its next.
         after = launch + supersteps + 1
@@ -537,9 +532,6 @@ class Sequencer:
         effects += [do.SendTo(rank, cancel) for rank in record.plan.gang]
 
     # ---- small change ------------------------------------------------------------------------------------------
-    def _find(self, draft: SequencerState, seq: int) -> Record | None:
-        return next((record for record in draft.records if record.seq == seq), None)
-
     def _row(self, state: GatherState, what: Input, seq: int, sender: int) -> GatherState:
         row = GATHERS.get((state, what))
         if row is None:
@@ -548,22 +540,17 @@ class Sequencer:
 
     def _move(self, draft: SequencerState, seq: int, what: Input, sender: int) -> Record | None:
         """One row for one record; returns the record as it is now, None if it is finished."""
-        record = self._find(draft, seq)
+        record = find(draft, seq)
         if record is not None:
             state = record.state
         else:
             state = GatherState.FINISHED if 0 <= seq < draft.seq_next else GatherState.UNSEEN
         state = self._row(state, what, seq, sender)
         if state is GatherState.FINISHED:
-            draft.records = tuple(other for other in draft.records if other.seq != seq)
+            drop(draft, seq)
             return None
         assert record is not None
-        return self._put(draft, msgspec.structs.replace(record, state=state))
-
-    def _put(self, draft: SequencerState, record: Record) -> Record:
-        others = [other for other in draft.records if other.seq != record.seq]
-        draft.records = tuple(sorted([*others, record], key=lambda one: one.seq))
-        return record
+        return put(draft, msgspec.structs.replace(record, state=state))
 
     def _check_sender(self, content: Any, sender: int) -> None:
         if not 0 <= sender < self.world:
@@ -575,13 +562,6 @@ class Sequencer:
     def _illegal(self, what: str, sender: int) -> LocalProtocolError:
         by = f"rank {sender}: " if sender >= 0 else ""
         return LocalProtocolError(f"sequencer at launch {self.state.launch}: {by}{what}; story={list(self.story)}")
-
-
-def _describe(content: object) -> str:
-    """Short: a story must not keep prompts alive."""
-    names = ("rank", "seq", "request_id", "count", "reason", "how", "grace_s")
-    parts = [f"{name}={getattr(content, name)}" for name in names if hasattr(content, name)]
-    return f"{type(content).__name__}({', '.join(parts)})"
 
 
 _HANDLERS: dict[Input, Callable[[Sequencer, SequencerState, Any, int, list[do.Effect]], None]] = {

@@ -821,7 +821,7 @@ def _pair(count: int, name: str, **more: Any) -> World:
 
 
 def worlds() -> tuple[World, ...]:
-    """What `make test` explores completely: messages may come a launch late, or, of two whales and a trouble, may not."""
+    """What `make test` explores completely: messages may come a launch late, or not with two whales and a trouble."""
     troubles = [
         _pair(1, f"one whale, {trouble}, words of n-{back}", words_back=back, **{trouble: 1})
         for back in (1, 2)
@@ -847,7 +847,7 @@ def _two_whales_and_a_trouble(lateness: int) -> list[World]:
 
 
 def first_worlds() -> tuple[World, ...]:
-    """What `make test` explores the beginning of: two whales and a trouble, and messages that may come a launch late."""
+    """What `make test` explores the beginning of: two whales, a trouble, and messages that may come a launch late."""
     chosen = ("withdraws", "deadlines", "deaths")
     return tuple(
         world

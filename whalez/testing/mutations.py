@@ -20,6 +20,7 @@ from whalez.rendezvous import events as ev
 from whalez.rendezvous import member as m
 from whalez.rendezvous import messages as msg
 from whalez.rendezvous import sequencer as s
+from whalez.rendezvous.records import put
 
 
 class ConfirmsNothing(m.Member):
@@ -109,7 +110,7 @@ class BeginsBeforeL(m.Member):
     ) -> m.Record | None:
         following = self._following(draft)
         if following is not None:
-            self._put(draft, msgspec.structs.replace(following, launch=boundary.launch))
+            put(draft, msgspec.structs.replace(following, launch=boundary.launch))
         return super()._begin(draft, boundary, now_ns, effects)
 
 
@@ -171,7 +172,7 @@ class CountsReadyTwice(s.Sequencer):
             if record.state is s.GatherState.GATHERING and len(record.counts) == record.plan.width - 1:
                 moved = self._move(draft, record.seq, s.Input.LAST_READY, -1)
                 assert moved is not None
-                self._put(draft, msgspec.structs.replace(moved, counts=(*moved.counts, moved.counts[-1])))
+                put(draft, msgspec.structs.replace(moved, counts=(*moved.counts, moved.counts[-1])))
         super()._advance(draft, now_ns, effects)
 
 

@@ -35,6 +35,7 @@ import msgspec
 from whalez.engine.scheduler import LaunchPlan, Phase, Scheduler
 from whalez.errors import PlanDiffers, ProtocolError
 from whalez.hub.conductor import Conductor, Out
+from whalez.planning.choice import PlanRefused
 from whalez.planning.plan import GangPlan
 from whalez.rendezvous import effects as do
 from whalez.rendezvous import events as ev
@@ -138,10 +139,6 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class _Refusal(msgspec.Struct, frozen=True):
-    reason: str
-
-
 class ToyPolicy(msgspec.Struct, frozen=True):
     """Any subset of ranks may be a gang, which meets more overlaps than aligned blocks would."""
 
@@ -149,10 +146,10 @@ class ToyPolicy(msgspec.Struct, frozen=True):
     supersteps_max: int = 1
 
 
-def toy_plan(length: int, poster: int, policy: ToyPolicy, excluded: frozenset[int]) -> GangPlan | _Refusal:
+def toy_plan(length: int, poster: int, policy: ToyPolicy, excluded: frozenset[int]) -> GangPlan | PlanRefused:
     """A gang that depends on nothing but the arguments. Every seventh length is refused."""
     if length % 7 == 0:
-        return _Refusal(f"length {length} is refused")
+        return PlanRefused(field="length", reason=f"length {length} is refused")
     helpers = sorted(
         (rank for rank in range(policy.world) if rank != poster and rank not in excluded),
         key=lambda rank: (rank * 2_654_435_761 + length * 40_503) % 1_000_003,
@@ -160,7 +157,7 @@ def toy_plan(length: int, poster: int, policy: ToyPolicy, excluded: frozenset[in
     width = (2, 2, 4, policy.world)[length % 4]
     width = min(width, len(helpers) + 1)
     if width < 2 or poster in excluded:
-        return _Refusal("no helper is left")
+        return PlanRefused(field="excluded", reason="no helper is left")
     gang = (*sorted(helpers[: width - 1]), poster)
     bounds = tuple(length * i // width for i in range(width + 1))
     return GangPlan(gang=gang, bounds=bounds, supersteps=1 + length % policy.supersteps_max)
