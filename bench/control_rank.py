@@ -1,8 +1,8 @@
 """One rank of the control-plane bench: the shipped hub and member, boundaries driven by an empty loop, no model.
 
-`python -m bench.control_rank RANK WORLD ADDRESS POSTS` prints one JSON line; rank WORLD-1 posts. After every post rank 0
-measures a round trip of pyzmq alone. Both begin right after a boundary, milliseconds after the last frame, in processes
-that wake every `BOUNDARY_S`: the cores are as awake for the one as for the other.
+`python -m bench.control_rank RANK WORLD ADDRESS POSTS` prints one JSON line; rank WORLD-1 posts. After every post, rank
+0 measures a round trip of pyzmq alone. Both begin right after a boundary, milliseconds after the last frame, between
+processes that wake every `BOUNDARY_S`: the cores are as awake for the one as for the other.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ def test_deep_worlds_are_other_worlds() -> None:
 PAIR, BACK = Whale(gang=(0, 1)), Whale(gang=(1, 0))
 ONE = World(name="one", ranks=2, whales=(PAIR,))
 TWO = World(name="two", ranks=2, whales=(PAIR, BACK))
+TWO_PROMPT = World(name="two, prompt", ranks=2, whales=(PAIR, BACK), lateness=0)
 WITHDRAWN = World(name="withdrawn", ranks=2, whales=(PAIR,), withdraws=1)
 DECLINED = World(name="declined", ranks=2, whales=(PAIR,), declines=1)
 STOPPED = World(name="stopped", ranks=2, whales=(), stops=1)
@@ -76,7 +77,7 @@ CASES: dict[str, tuple[World, type[Member], type[Sequencer], str]] = {
     "confirmation ignored": (ONE, broken.ConfirmsNothing, Sequencer, "together"),
     "only the own word is read": (ONE, broken.ReadsOwnWordOnly, Sequencer, "together"),
     "next whale named during a superstep": (TWO, broken.NamesNextDuringSuperstep, Sequencer, "a launch between"),
-    "highest seq is named": (TWO, broken.NamesHighest, Sequencer, "armed ends"),
+    "highest seq is named": (TWO_PROMPT, broken.NamesHighest, Sequencer, "armed ends"),
     "commits out of seq order": (TRIO, Member, broken.CommitsOutOfOrder, "legal"),
     "cancel after commit": (
         WITHDRAWN, broken.HonoursCancelAfterCommit, broken.CancelsAfterCommit, "cancelled",
@@ -123,7 +124,7 @@ def test_every_property_can_fail() -> None:
     assert {expected for *_, expected in (*CASES.values(), *BELL_CASES.values())} == set(PROPERTIES)
 
 
-@pytest.mark.parametrize("world", [PROMPT, SLACK, IDLE], ids=lambda world: world.name)
+@pytest.mark.parametrize("world", [TWO_PROMPT, PROMPT, SLACK, IDLE], ids=lambda world: world.name)
 def test_worlds_of_the_cases_are_sound(world: World) -> None:
     """The shipped protocol keeps every property in them, so it is the mutation that is found."""
     result = Explorer(world).run()
