@@ -21,6 +21,7 @@ from whalez.admin import whales as lives
 from whalez.admin.asking import TIMEOUT_S, Ranks, Reply
 from whalez.errors import RequestError
 from whalez.hub import admin
+from whalez.rendezvous.messages import DRAIN_GRACE_S_MAX
 
 OK, ERROR, SILENT = 0, 1, 3
 _WATCHED_WHALES = 10
@@ -157,7 +158,7 @@ def drain() -> None:
 
 
 @drain.command("all", epilog=_EPILOG)
-@click.option("--grace", "grace_s", default=30.0, show_default=True, type=click.FloatRange(0, 86400))
+@click.option("--grace", "grace_s", default=30.0, show_default=True, type=click.FloatRange(0, DRAIN_GRACE_S_MAX))
 @of_a_fleet
 def drain_all(ranks: Ranks, as_json: bool, grace_s: float) -> int:
     """No new requests; those that run have --grace seconds to end; then all ranks leave at one launch, with exit 0."""

@@ -56,9 +56,9 @@ class CancelWhale(GuardedQuery, frozen=True):
 
 
 class DrainFleet(GuardedQuery, frozen=True):
-    """No new requests, at most `grace_s` for those that run, then all ranks leave. -> Ordered"""
+    """No new requests, at most `grace_s` for those that run, then all ranks leave. -> Ordered, else NotDone"""
 
-    grace_s: float
+    grace_s: float  #: 0 to DRAIN_GRACE_S_MAX
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------
