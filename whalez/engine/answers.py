@@ -48,7 +48,6 @@ class Answers:
         self.mapped: tuple[int, ...] = ()  #: ranks whose slab is mapped here
         self.sequencer: WatchedSequencer | None = None  #: rank 0 only
         self.withdraw: Callable[[int, str], None] | None = None  #: rank 0 only: cancel a post at the sequencer
-        self.bad_frames_total: Callable[[], int] = lambda: 0
 
     def answer(self, query: admin.AdminQuery) -> admin.AdminAnswer:
         """Raises nothing a query can provoke: what cannot be answered is a NotDone."""
@@ -94,7 +93,6 @@ class Answers:
             ),
             endpoints=self._endpoints(),
             sockets=facts.sockets,
-            bad_frames_total=self.bad_frames_total(),
         )
 
     def _endpoints(self) -> tuple[str, ...]:

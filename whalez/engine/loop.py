@@ -65,7 +65,7 @@ BYE_S = 2.0  # how long a leaving rank waits for the others' last word
 
 
 class Loop:
-    """One rank's engine. All but `submit`, `order`, `drain`, `serves` and the read-only fields belongs to one thread."""
+    """One rank's engine. What is not said to be any thread's, or read only, belongs to one thread."""
 
     def __init__(
         self,

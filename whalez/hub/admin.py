@@ -40,11 +40,11 @@ class AskSlabs(AdminQuery, frozen=True):
 
 
 class AskDoorbells(AdminQuery, frozen=True):
-    """-> Doorbells"""
+    """-> Doorbells, else NotDone"""
 
 
 class AskPrompts(GuardedQuery, frozen=True):
-    """-> Prompts"""
+    """-> Prompts, else NotDone"""
 
 
 class CancelWhale(GuardedQuery, frozen=True):
@@ -103,7 +103,6 @@ class RankStatus(AdminAnswer, frozen=True):
     records: tuple[RecordLine, ...]
     endpoints: tuple[str, ...]  #: admin sockets in rank order; "" for one that has not been told
     sockets: dict[str, dict[str, int]]  #: options by socket, as configured
-    bad_frames_total: int  #: frames of no protocol of ours, at every socket of this rank
 
 
 class SequencerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,3 +191,14 @@ class Prompts(AdminAnswer, frozen=True):
 
 Query = AskStatus | AskWhales | AskSlabs | AskDoorbells | AskPrompts | CancelWhale | DrainFleet
 Answer = NotDone | Ordered | RankStatus | Whales | Slabs | Doorbells | Prompts
+
+#: What answers a query, if not a NotDone does.
+ANSWERS: dict[type[AdminQuery], type[AdminAnswer]] = {
+    AskStatus: RankStatus,
+    AskWhales: Whales,
+    AskSlabs: Slabs,
+    AskDoorbells: Doorbells,
+    AskPrompts: Prompts,
+    CancelWhale: Ordered,
+    DrainFleet: Ordered,
+}

@@ -107,7 +107,7 @@ class ZmqHub:
         self._address = address
         self._sequencer = sequencer
         self._limits = limits or HubLimits()
-        self._options = options or SocketOptions()
+        self.options = options or SocketOptions()  #: of every socket of this end
         self._keys = keys
         self._inbox = Inbox(self._limits)
         self._launch = 0
@@ -160,12 +160,12 @@ class ZmqHub:
                 hello,
                 lambda: self._launch,
                 self._limits,
-                self._options,
+                self.options,
                 self._keys,
             )
         where = INPROC if self._rank == 0 else self._address
-        frames = sockets.connect(self._context, where, self._options, self._prepare_frames)
-        beats = sockets.connect(self._context, where, self._options, self._prepare)
+        frames = sockets.connect(self._context, where, self.options, self._prepare_frames)
+        beats = sockets.connect(self._context, where, self.options, self._prepare)
         thread = threading.Thread(
             target=_MemberThread(self, frames, beats, hello).run, name=f"hub-{self._rank}", daemon=True
         )
@@ -175,7 +175,7 @@ class ZmqHub:
     def _prepare_frames(self, frames: zmq.Socket[bytes]) -> None:
         self._prepare(frames)
         if self._rank != 0:
-            self._knock = Knock(frames, self._options, has_keys=self._keys is not None)
+            self._knock = Knock(frames, self.options, has_keys=self._keys is not None)
 
     def _prepare(self, dealer: zmq.Socket[bytes]) -> None:
         if self._rank != 0 and self._keys is not None:

@@ -39,12 +39,8 @@ _IDLE_NS = 500_000_000
 CLIENT_QUEUE_MAX = 65_536
 
 
-def _milliseconds(until_ns: int) -> int:
-    return max(0, -(-(until_ns - now_ns()) // 1_000_000))
-
-
 class LinkServer:
-    """The loop's end. Owns: a thread and the socket at `address`. Closed by: `close`, which blocks at most 1 s."""
+    """The loop's end. Owns: a thread and the socket at `address`. Closed by: `close`, which blocks at most 4 s."""
 
     def __init__(
         self,
@@ -70,9 +66,10 @@ class LinkServer:
         self._on_request = on_request
         self._status_provider = status_provider
         self._client_queue_max = client_queue_max
+        self.options = options or SocketOptions()
         self._context = sockets.make_context()
         try:
-            self._router, self._door = listen(self._context, address, options or SocketOptions())
+            self._router, self._door = listen(self._context, address, self.options)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -116,7 +113,7 @@ class LinkServer:
         }
 
     def close(self) -> None:
-        """Flush what was replied (at most 1 s) and end the thread. Idempotent."""
+        """Flush what was replied (at most 1 s), end the thread, let the socket linger (at most 1 s). Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True

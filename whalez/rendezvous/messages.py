@@ -10,7 +10,6 @@ import msgspec
 
 from whalez.planning.plan import GangPlan
 
-
 DRAIN_GRACE_S_MAX = 86_400.0
 
 

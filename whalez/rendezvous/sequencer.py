@@ -1,7 +1,7 @@
 """Who gets a gang, under which seq, and when: the one place of the world that decides about whales.
 
 Rule 1: every legal transition is a row of `PHASES` or `GATHERS`. No row: `LocalProtocolError`, nothing changed; the
-        driver turns a peer's message that has none into the peer's error, and ignores an operator's order that has none.
+        driver turns a peer's message into the peer's error, and ignores an operator's order.
 Rule 2: all state is plain data in `SequencerState`, replaced as a whole when a step succeeds.
 Rule 3: no clock, socket, thread, log, random number or environment comes in here; time is `now_ns`, the fleet's clock
         is `launch`, the index of the launch rank 0 composes next.
