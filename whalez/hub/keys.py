@@ -58,7 +58,7 @@ class Keys:
 
     @property
     def asking_pair(self) -> KeyPair:
-        """What the admin tool shows a rank: an admin's key if one is here. Raises ConfigError without it and a rank's."""
+        """What the admin tool shows a rank: an admin's key if here, else a rank's. Raises ConfigError without both."""
         pair = self.pairs.get("admin") or self.pairs.get("rank")
         if pair is None:
             names = " nor ".join(str(_secret_path(self.folder, name)) for name in ("admin", "rank"))
