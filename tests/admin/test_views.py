@@ -15,8 +15,9 @@ import pytest
 from whalez.admin import commands, views, whales
 from whalez.admin.asking import Reply
 from whalez.cli import main
-from whalez.errors import ConfigError, OutputError
+from whalez.errors import ConfigError, OutputError, Unavailable
 from whalez.hub import admin, wire
+from whalez.hub.keys import Keys, load_keys, make_keys
 from whalez.hub.requests import Status
 from whalez.hub.zmq_admin import AdminServer
 from whalez.rendezvous.lives import Life, Moment, What
@@ -105,6 +106,7 @@ class Rank:
         rank: int,
         other: admin.AdminAnswer | None = None,
         prompts: admin.Prompts | None = None,
+        keys: Keys | None = None,
         **changes: Any,
     ) -> None:
         def answer(query: admin.AdminQuery) -> admin.AdminAnswer:
@@ -118,7 +120,7 @@ class Rank:
             return msgspec.structs.replace(told, query_id=query.query_id)
 
         self.address = address
-        self.server = AdminServer(address, rank, answer)
+        self.server = AdminServer(address, rank, answer, keys=keys)
 
 
 @pytest.fixture
@@ -150,6 +152,27 @@ def test_an_answer_counts_only_if_it_is_this_rank_s_and_to_this_query(
     assert "it answers a AskStatus with a Ordered" in told.err
     assert commands.main(["status", "--run", str(run), "--timeout", "10", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["silent"] == [1, 2]
+
+
+def test_who_is_not_let_in_is_told_why_by_rank(
+    fleet: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_keys(tmp_path / "keys")
+    run = fleet({"keys": load_keys(tmp_path / "keys")}, {})
+    assert commands.main(["status", "--run", str(run), "--timeout", "1"]) == 3
+    told = capsys.readouterr()
+    assert "serving" in told.out
+    lines = told.err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"whalez: rank 0 did not answer (ipc://{run}/rank-0.admin): it ")
+    assert lines[0].endswith(": no --keys were given")
+    with pytest.raises(Unavailable, match=r"no rank answers at .*rank-0\.admin: it .*no --keys were given"):
+        commands.main(["status", "--endpoint", f"ipc://{run}/rank-0.admin", "--timeout", "1"])
+    words = ["status", "--run", str(run), "--timeout", "1", "--keys", str(tmp_path / "keys"), "--json"]
+    assert commands.main(words) == 3
+    told = capsys.readouterr()
+    assert json.loads(told.out)["silent"] == [1]
+    assert f"ours are in {tmp_path / 'keys'}" in told.err
 
 
 def test_a_rank_that_has_not_been_told_of_the_others_leads_to_exit_3(

@@ -26,7 +26,6 @@ from whalez.hub.processes import Wake
 from whalez.hub.sockets import SocketOptions
 
 _log = logging.getLogger(__name__)
-_FRAMES_PER_TURN = 64
 ADMIN_OPTIONS = SocketOptions(message_bytes_max=wire.ADMIN_BYTES_MAX, linger_ms=100)
 
 
@@ -124,7 +123,7 @@ class AdminServer:
             self._router.close()
 
     def _read(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

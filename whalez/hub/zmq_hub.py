@@ -48,7 +48,6 @@ from whalez.rendezvous.messages import (
 from whalez.rendezvous.sequencer import Sequencer
 
 _RETRY_NS = 20_000_000
-_FRAMES_PER_TURN = 64
 _CLOSE_NS = 1_000_000_000
 
 
@@ -394,7 +393,7 @@ class _MemberThread:
 
     # ---- receiving ---------------------------------------------------------------------------------------------
     def _read(self, source: zmq.Socket[bytes]) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 parts = source.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

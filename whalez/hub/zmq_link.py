@@ -31,7 +31,6 @@ from whalez.hub.sockets import SocketOptions
 _log = logging.getLogger(__name__)
 
 _RETRY_NS = 5_000_000  # a full ROUTER pipe, or a DEALER that is not connected, can not be polled for
-_FRAMES_PER_TURN = 64
 _CLOSE_NS = 1_000_000_000
 _PING_NS = 1_000_000_000
 _IDLE_NS = 500_000_000
@@ -154,7 +153,7 @@ class LinkServer:
             self._router.close()
 
     def _read(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -363,7 +362,7 @@ class _ClientThread:
             return _IDLE_NS // 1_000_000 if self._sinks else None
 
     def _read(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 data = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
