@@ -13,6 +13,9 @@ import pytest
 from helpers.traces import trace_lines
 from whalez.errors import Unavailable
 from whalez.fleet import Fleet, Generated
+from whalez.hub.admin import AskWhales
+from whalez.hub.zmq_admin import ask_all
+from whalez.serve.links import admin_address
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
@@ -74,6 +77,9 @@ def test_a_rank_outside_a_narrow_gang_sees_ordinary_launches_only(four: Fleet) -
     assert result.report.gang == (2, 3)
     lines = trace_lines(four, result.request_id)
     assert [rank for rank, found in lines.items() if found] == [2, 3]
+    questions = [(admin_address(four.run_dir, rank), AskWhales(query_id=str(rank))) for rank in range(4)]
+    lives = [{life.seq: life for life in answer.seen} for answer in ask_all(questions, 10.0)]
+    assert [rank for rank, seen in enumerate(lives) if result.report.seq in seen] == [2, 3]
     assert result.tokens == four.generate(prompt, max_tokens=8, poster=0, lane="local", stop_tokens=()).tokens
 
 
