@@ -48,7 +48,8 @@ class AskPrompts(GuardedQuery, frozen=True):
 
 
 class CancelWhale(GuardedQuery, frozen=True):
-    """End this whale and the request it is for. -> Ordered, from the rank that serves the request; else NotDone."""
+    """End this whale and the request it is for. -> Ordered, from the rank that serves the request and, while the whale
+    is not committed, from rank 0; else NotDone"""
 
     seq: int
     request_id: str
@@ -76,7 +77,8 @@ class NotDone(AdminAnswer, frozen=True):
 
 
 class Ordered(AdminAnswer, frozen=True):
-    """The wish is in the loop's inbox, which it looks into at its next launch boundary."""
+    """Something follows: the wish is in the loop's inbox, which it looks into at its next launch boundary, or in the
+    sequencer's."""
 
     what: str
 

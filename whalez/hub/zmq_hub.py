@@ -232,18 +232,12 @@ class ZmqHub:
         assert self._router is not None, "the sequencer lives with rank 0"
         self._router.order(Received(Withdraw(rank=rank, request_id=request_id), rank))
 
-    @property
-    def bad_frames_total(self) -> int:
-        """Rank 0: frames that were none of this protocol, whoever sent them; counted and dropped."""
-        return self._router.bad_frames_total if self._router is not None else 0
-
-    @property
-    def stale_frames_total(self) -> int:
-        """Rank 0: frames of processes that do not belong to this world; answered with a refusal."""
-        return self._router.stale_frames_total if self._router is not None else 0
-
     def dropped(self) -> dict[str, int]:
-        """Rank 0: what came to the hub and was not let through, by kind. Empty on other ranks, which do not listen."""
+        """Rank 0: what came to the hub and was not let through, by kind. Empty on other ranks, which do not listen.
+
+        hub_bad_frames: that were none of this protocol, whoever sent them; hub_stale_frames: of processes that do not
+        belong to this world, answered with a refusal.
+        """
         router = self._router
         if router is None:
             return {}

@@ -92,18 +92,12 @@ class LinkServer:
             self._replies.append((client, response))
         self._wake.set()
 
-    @property
-    def bad_frames_total(self) -> int:
-        """Frames that were no request of this protocol; counted and dropped."""
-        return self._bad_frames
-
-    @property
-    def clients_dropped_total(self) -> int:
-        """Clients that went away, or did not read, with requests open."""
-        return self._clients_dropped
-
     def dropped(self) -> dict[str, int]:
-        """What came to the link and was not let through, by kind."""
+        """What came to the link and was not let through, by kind.
+
+        link_bad_frames: that were no request of this protocol; link_clients_dropped: who went away, or did not read,
+        with requests open.
+        """
         return {
             "link_bad_frames": self._bad_frames,
             "link_refused_connections": self._door.refused_total,
