@@ -207,7 +207,7 @@ def test_with_keys_a_rank_may_look_and_an_admin_may_order(keys, where):
     ("server_has", "asker_has", "asker_hears", "server_says"),
     [
         ("ranks", None, ("wants a key, and we have none", "closes the connection during the handshake"), "key"),
-        ("ranks", "foreign", ("closes the connection during the handshake",), "takes this hub for another one"),
+        ("ranks", "foreign", ("closes the connection during the handshake",), "takes this socket for another one"),
         (None, "admin", ("takes no keys, and we have some", "closes the connection during the handshake"), "keys"),
     ],
     ids=["no key", "another fleet's key", "a key where none is taken"],
