@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import whalez.early  # noqa: F401
+
 import gc
 import os
 
@@ -48,7 +51,6 @@ from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
 from whalez.hub.address import host_identity
 from whalez.hub.keys import load_keys
-from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_admin import ADMIN_OPTIONS, AdminServer
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
@@ -79,9 +81,12 @@ def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
 class RankProcess:
     """Everything one rank owns. `run` returns its exit code; whatever happens, nothing is left behind."""
 
-    def __init__(self, rank: RankConfig, fleet: FleetConfig) -> None:
+    def __init__(self, rank: RankConfig, fleet: FleetConfig, cores: int) -> None:
+        """cores: of this machine, for all its ranks"""
         self.rank, self.fleet = rank, fleet
+        self.cores = cores
         self.incarnation = secrets.token_hex(8)
+        self._incarnations: list[str] = []  # of all ranks, once they are known
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
@@ -186,21 +191,21 @@ class RankProcess:
             health.status,
         )
         self._closers.append(link.close)
-        health.dropped = lambda: {**hub.dropped(), **link.dropped()}
         layout = SlabLayout.from_spec(spec)
+        options = {"hub": hub.options, "link": link.options, "admin": ADMIN_OPTIONS}
         endpoint = rank.admin or admin_address(rank.run_dir, rank.rank)
-        socket_options = as_dict(SocketOptions())
         facts = RankFacts(
             rank=rank.rank,
             device=rank.device,
             transport="host shm",
             hub=rank.hub,
             host=host_identity(),
-            sockets={"hub": socket_options, "link": socket_options, "admin": as_dict(ADMIN_OPTIONS)},
+            sockets={name: as_dict(each) for name, each in options.items()},
         )
         answers = Answers(facts, health, layout, endpoint)
-        server = AdminServer(endpoint, rank.rank, answers.answer, keys=keys)
+        server = AdminServer(endpoint, rank.rank, answers.answer, keys=keys, options=ADMIN_OPTIONS)
         self._closers.append(server.close)
+        health.dropped = lambda: {**hub.dropped(), **link.dropped(), **server.dropped()}
 
         weights = load_weights(rank.model_dir, config, rank.rank, fleet.world)
         fingerprint = {
@@ -223,9 +228,9 @@ class RankProcess:
             admin=endpoint,
         )
         answers.sequencer = sequencer
-        answers.bad_frames_total = lambda: hub.bad_frames_total + link.bad_frames_total + server.bad_frames_total
         table = hub.start(Hello(entry=entry, world=fleet.world, fingerprint=fingerprint), rank.start_s)
         answers.table = table
+        self._incarnations = [each.incarnation for each in table]
         mapped = slabs.open_all(table)
         answers.mapped = tuple(slab.rank for slab in mapped)
         hub.mapped(rank.start_s)
@@ -281,7 +286,7 @@ class RankProcess:
             fleet=fleet,
             policy=policy,
             rows_max=spec.rows_max - fleet.slots,
-            cores=max(1, (os.cpu_count() or 1) // rank.threads) if fleet.node_ranks >= fleet.world else None,
+            cores=max(1, self.cores // rank.threads) if fleet.node_ranks >= fleet.world else None,
             member=Member(
                 rank.rank,
                 fleet.world,
@@ -385,6 +390,7 @@ class RankProcess:
             "world": self.fleet.world,
             "fleet_id": self.rank.fleet_id,
             "incarnation": self.incarnation,
+            "incarnations": self._incarnations,
             "pid": os.getpid(),
             "at_wall_s": time.time(),
             "blames": getattr(error, "rank", getattr(error, "peer", None)),  # the rank this one says is at fault
@@ -479,14 +485,15 @@ def main(**flags: Any) -> None:
             insecure=flags["insecure"],
             hold_on_failure=flags["hold_on_failure"],
         )
+        usable = sorted(os.sched_getaffinity(0))
+        cores = len(usable)
         if rank.pin:
-            cores = sorted(os.sched_getaffinity(0))
             first = number % fleet.node_ranks * threads
-            os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(threads)})
+            os.sched_setaffinity(0, {usable[(first + i) % cores] for i in range(threads)})
     except WhalezError as error:
         print(f"whalez: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    code = RankProcess(rank, fleet).run()
+    code = RankProcess(rank, fleet, cores).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # all is closed; taking the interpreter with its LLVM modules down would cost another second
