@@ -453,7 +453,7 @@ class Explorer:
 
     def _make_drain(self, draft: _Draft) -> None:
         self._change(draft, drains=self._env(draft).drains - 1, stop_wanted=True)
-        self._step_sequencer(draft, ev.StopWanted(1e6))
+        self._step_sequencer(draft, ev.StopWanted(msg.DRAIN_GRACE_S_MAX))
 
     def _make_drained(self, draft: _Draft, rank: int) -> None:
         self._change(draft, left=self._env(draft).left | {rank})
