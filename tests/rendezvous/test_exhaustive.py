@@ -85,6 +85,7 @@ CASES: dict[str, tuple[World, type[Member], type[Sequencer], str]] = {
     "Ready counted twice": (DECLINED, Member, broken.CountsReadyTwice, "legal"),
     "a boundary skipped": (TWO, broken.SkipsABoundary, Sequencer, "one launch"),
     "L is not awaited": (SLACK, broken.BeginsBeforeL, Sequencer, "one launch"),
+    "supersteps do not follow each other": (SLACK, broken.PausesBetweenSupersteps, Sequencer, "one launch"),
     "commits and entries out of seq order": (PROMPT, broken.BeginsInOrderOfL, broken.CommitsOutOfOrder, "apart"),
     "two whales of a rank overlap": (SLACK, broken.ConfirmsNothing, broken.ForgetsBusyRanks, "apart"),
     "commit to half a gang": (ONE, Member, broken.CommitsToHalf, "armed ends"),

@@ -821,7 +821,7 @@ def _pair(count: int, name: str, **more: Any) -> World:
 
 
 def worlds() -> tuple[World, ...]:
-    """What `make test` explores completely: messages may come a launch late, or not with two whales and a trouble."""
+    """What `make test` explores completely. A message may be a launch late; with two whales and a trouble none is."""
     troubles = [
         _pair(1, f"one whale, {trouble}, words of n-{back}", words_back=back, **{trouble: 1})
         for back in (1, 2)

@@ -61,6 +61,19 @@ class SkipsABoundary(m.Member):
         return super().step(event, now_ns)
 
 
+class PausesBetweenSupersteps(m.Member):
+    """Odd ranks make a launch of their own out of the first that a whale of several supersteps should go on in."""
+
+    def step(self, event: ev.Event, now_ns: int) -> list[do.Effect]:
+        running = self._running(self.state)
+        goes_on = running is not None and running.step + 1 < running.supersteps
+        if isinstance(event, ev.LaunchComposing) and goes_on and event.launch % 2 and self.rank % 2:
+            self.state = copy(self.state)
+            self.state.count += 1
+            return [do.Compose(launch=event.launch, word=0, kind=do.LaunchKind.ORDINARY)]
+        return super().step(event, now_ns)
+
+
 class HonoursCancelAfterCommit(m.Member):
     def _row(self, state: m.RecordState, what: m.Input, seq: int) -> m.RecordState:
         if what is m.Input.CANCEL and state is m.RecordState.COMMITTED:
