@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,3 +66,61 @@ def test_a_closer_that_fails_stops_no_other(
     assert process.run() == 1
     assert closed == ["first"]
     assert "gone" in capfd.readouterr().err
+
+
+class Exited(Exception):
+    """Instead of the end of this process."""
+
+
+@pytest.mark.parametrize(
+    ("signals", "graces", "code"),
+    [
+        ("TERM", [7.0], None),
+        ("INT TERM", [7.0], 128 + signal.SIGTERM),
+        ("HUP", [0.0], None),
+        ("TERM HUP", [7.0, 0.0], None),  # told to drain, then the supervisor stops all
+        ("HUP INT", [0.0, 7.0], None),
+        ("HUP HUP", [0.0], 128 + signal.SIGHUP),
+        ("TERM HUP TERM", [7.0, 0.0], 128 + signal.SIGTERM),
+    ],
+)
+def test_the_supervisors_stop_is_nobodys_second_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: str, graces: list[float], code: int | None
+) -> None:
+    rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path, grace_s=7.0)
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    wanted: list[float] = []
+    loop: Any = SimpleNamespace(drain=wanted.append)
+    process.loop = loop
+
+    def end(code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    ended: int | None = None
+    try:
+        for name in signals.split():
+            process._on_signal(signal.Signals[f"SIG{name}"], None)
+    except Exited as exited:
+        ended = exited.args[0]
+    assert (wanted, ended) == (graces, code)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_rank_under_nohup_outlives_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: signal.Handlers
+) -> None:
+    process = RankProcess(
+        RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path),
+        FleetConfig(world=1, node_ranks=1),
+    )
+    taken = []
+
+    def start() -> None:
+        raise ConfigError("field: expected a, got b")
+
+    monkeypatch.setattr(process, "_start", start)
+    monkeypatch.setattr(signal, "getsignal", lambda number: before)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: taken.append(number))
+    assert process.run() == 1
+    assert (signal.SIGHUP in taken) == (before is signal.SIG_DFL)

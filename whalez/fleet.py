@@ -36,7 +36,7 @@ from whalez.latch import SLICE_S, Latch, Outcome
 from whalez.serve.completions import check_sampling, check_tokens, pack_tokens, token_ids
 from whalez.serve.endpoints import Endpoints, write_endpoints
 from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
-from whalez.serve.process import FRONT_GRACE_S, bind, front_command, held_line, parse_listen
+from whalez.serve.process import FRONT_GRACE_S, STOP, bind, front_command, held_line, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.signals import heed
 from whalez.warm import kernel_environment, warm
@@ -58,9 +58,9 @@ _OUR_KILL = "did not leave and was killed"
 
 #: Runs in the child before the rank's own program. The kernel kills the child when the launcher is gone, however it
 #: went; the mark survives exec. A preexec_fn would do the same but runs Python between fork and exec of a process
-#: with threads.
+#: with threads. Under nohup the launcher ignores SIGHUP and its children would too, but that is how a rank is stopped.
 _TIED = (
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9,0,0,0);"
+    "import _signal,ctypes,os,sys;_signal.signal(1,_signal.SIG_DFL);ctypes.CDLL(None).prctl(1,9,0,0,0);"
     "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
 )
 
@@ -154,10 +154,10 @@ class _Process:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def ask_to_leave(self) -> None:
-        """SIGTERM, once: a second one means "at once"."""
+        """Once: a second signal means "at once". A rank that SIGTERM has told to leave takes this one as its first."""
         if not self.is_leaving:
             self.is_leaving = True
-            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM if self.rank is None else STOP)
 
     def reap(self) -> None:
         """Kill what is left of the group, the child's own children included, and collect the child. Idempotent."""
@@ -211,9 +211,8 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     """The command line of one rank."""
     command = [sys.executable, "-m", "whalez.rank", "--rank", str(rank), "--world", str(fleet.world)]
     command += ["--hub", fleet.hub_address, "--model", str(fleet.model), "--run", str(fleet.run_dir)]
-    # Its own id keeps this fleet's shared memory apart; the supervisor's stop has no grace.
-    command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--start-timeout", str(fleet.start_s)]
-    command += ["--threads", str(fleet.threads)]
+    # Its own id keeps this fleet's shared memory apart.
+    command += ["--fleet-id", fleet.fleet_id, "--start-timeout", str(fleet.start_s), "--threads", str(fleet.threads)]
     if fleet.keys is not None:
         command += ["--keys", str(fleet.keys)]
     command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
@@ -371,7 +370,7 @@ class Fleet:
         warm(os.environ, lambda name, i, n: self._progress(f"compiling {name} ({i}/{n})"))
 
     def stop(self) -> None:
-        """One SIGTERM each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
+        """One signal each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
         heed()
         atexit.unregister(self.stop)
         self._stopping.set()  # here too: a second Ctrl-C may keep `_stop_all` from running
