@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from whalez.config import FleetConfig, RankConfig
+from whalez.engine.records import write_post_mortem
 from whalez.engine.sizing import plan_policy
-from whalez.errors import ConfigError
+from whalez.errors import ConfigError, PeerDied
 from whalez.model.config import KimiLinearConfig
 from whalez.model.presets import PRESETS
 from whalez.rank import RankProcess, make_sequencer
@@ -45,6 +46,37 @@ def test_our_own_mistake_ends_the_requests_and_leaves_a_post_mortem(
     assert (record["error"], record["message"]) == ("AssertionError", "cannot be")
     last_words = capfd.readouterr().err.splitlines()[-1]
     assert last_words == "whalez: rank 0: AssertionError: cannot be"
+
+
+def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
+    """A wedged loop that comes back fails of what its own watchdog has done to the world."""
+    rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path)
+    (tmp_path / "post-mortem-0.json").write_text("of an earlier process")
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    assert (
+        process._fail("rank 0 died: stuck", PeerDied(0, "stuck"), "the stack of the stuck place")
+        == "rank 0 died: stuck"
+    )
+    assert process._fail("rank 1 died: gone", PeerDied(1, "gone")) == "rank 0 died: stuck"
+    record = json.loads((tmp_path / "post-mortem-0.json").read_text())
+    assert (record["blames"], record["message"]) == (0, "rank 0 died: stuck")
+    assert record["traceback"] == "the stack of the stuck place"
+
+
+def test_a_post_mortem_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Path.write_text
+
+    def full(path: Path, text: str) -> None:
+        written(path, text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        write_post_mortem(tmp_path, 3, {"rank": 3})
+    assert list(tmp_path.glob("*.json")) == []
+    monkeypatch.undo()
+    assert json.loads(write_post_mortem(tmp_path, 3, {"rank": 3}).read_text()) == {"rank": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["post-mortem-3.json"]
 
 
 def test_a_closer_that_fails_stops_no_other(

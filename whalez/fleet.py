@@ -331,6 +331,10 @@ class Fleet:
     def links(self) -> list[str]:
         return [link_address(self.run_dir, rank) for rank in range(self.world)]
 
+    @property
+    def _admin_addresses(self) -> tuple[str, ...]:
+        return tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
+
     def start(self) -> None:
         """Return when every rank serves. Raises WhalezError with the rank and its last words; nothing is left then."""
         assert self._thread is None, "started twice"
@@ -403,7 +407,7 @@ class Fleet:
     def restart(self) -> None:
         """After a failure: start the world again, behind the front if that was kept; return when it serves.
 
-        Logs and post-mortems of the world before go to run_dir/world-<number>.
+        Logs, traces and post-mortems of the world before go to run_dir/world-<number>.
         Raises: WhalezError, and is then in failure as before; Unavailable when it is stopped meanwhile.
         """
         assert self.failure is not None, "nothing has failed"
@@ -556,8 +560,9 @@ class Fleet:
         self._worlds_failed += 1
         folder = self.run_dir / f"world-{self._worlds_failed}"
         folder.mkdir(exist_ok=True)
-        for path in (*self.run_dir.glob("rank-*.log"), *self.run_dir.glob("post-mortem-*.json")):
-            path.rename(folder / path.name)
+        for pattern in ("rank-*.log", "post-mortem-*.json", "trace-*.jsonl"):
+            for path in self.run_dir.glob(pattern):
+                path.rename(folder / path.name)
 
     async def _start_all(self) -> None:
         for rank in range(self.world):
@@ -677,7 +682,9 @@ class Fleet:
     def _note_exit(self, process: _Process) -> None:
         asyncio.get_running_loop().remove_reader(process.pidfd)
         process.note_exit()
-        if not self._stopping.is_set and self._failing is None:
+        if process.rank is None and self.hold_on_failure and self._has_served and not self._stopping.is_set:
+            self._progress(f"{process.name} {process.obituary()}; the ranks serve on until this fleet is stopped")
+        elif not self._stopping.is_set and self._failing is None:
             self._failing = asyncio.create_task(self._fail(process))
 
     async def _fail(self, first: _Process) -> None:
@@ -865,8 +872,7 @@ class Fleet:
                 self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         except OSError as error:
             raise OutputError(error.filename or "run_dir", error) from None
-        admin = tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
-        longest = admin[-1].removeprefix("ipc://")
+        longest = self._admin_addresses[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
@@ -884,16 +890,18 @@ class Fleet:
             model=str(self.model.resolve()),
             hub=self.hub_address,
             launcher_pid=os.getpid(),
-            admin=admin,
+            admin=self._admin_addresses,
         )
         write_endpoints(self.run_dir, told)
 
     def _sweep(self) -> None:
-        """Remove what a killed rank cannot remove itself: names of shared memory, and our own run folder."""
+        """Remove what a killed rank cannot remove itself: names of shared memory, sockets, and our own run folder."""
         from whalez.fabric.host import remove_leftovers  # numpy: not for those who only import Fleet
 
         remove_leftovers(self.fleet_id)
         if self._lock_fd is not None:
+            for address in (self.hub_address, *self.links, *self._admin_addresses):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = None
         if self._is_own_run_dir and self.run_dir != Path():

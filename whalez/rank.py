@@ -91,6 +91,8 @@ class RankProcess:
         self._slabs: HostSlabs | None = None
         self._hub: ZmqHub | None = None
         self._watchdog: Watchdog | None = None
+        self._failure_lock = threading.Lock()  # the watchdog's thread and the main one may both fail
+        self._failure: str | None = None  #: the reason of the first
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -381,7 +383,17 @@ class RankProcess:
         os._exit(1)
 
     def _fail(self, reason: str, error: Exception, stack: str = "") -> str:
-        """End the requests with an error that says why, and leave a post-mortem. Returns the reason, with the wait."""
+        """End the requests with an error that says why, and leave a post-mortem. Returns the reason, with the wait.
+
+        Only the first failure does so and is told: a held loop that comes back late fails once more, of what the first
+        one did to the world, and must not write over the stack of the place where it was stuck.
+        """
+        with self._failure_lock:
+            if self._failure is None:
+                self._failure = self._end_requests(reason, error, stack)
+            return self._failure
+
+    def _end_requests(self, reason: str, error: Exception, stack: str) -> str:
         if self._watchdog is not None:
             self._watchdog.close()
         loop = self.loop

@@ -1,6 +1,7 @@
 """Fleet over real processes that play ranks: it comes up whole or not at all, and leaves nothing behind."""
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -74,6 +75,10 @@ def leftovers(fleet: Fleet, pids: dict[str, int]) -> list[str]:
     if fleet.run_dir.name.startswith("whalez-") and fleet.run_dir.exists():
         found.append(str(fleet.run_dir))
     return found
+
+
+def sockets_of(fleet: Fleet) -> list[str]:
+    return sorted(path.name for path in fleet.run_dir.iterdir() if path.is_socket())
 
 
 def group_lives(pgid: int) -> bool:
@@ -265,6 +270,38 @@ def test_a_dead_rank_fails_its_requests_and_the_fleet(
         fleet.generate([1])
     assert leftovers(fleet, pids) == [f"/dev/shm/whalez-{fleet.fleet_id}-fake-2"]  # swept by stop
     assert (tmp_path / "run" / "rank-0.log").exists()
+    assert "rank-2.link" in sockets_of(fleet)  # a killed rank cannot remove it
+    fleet.stop()
+    assert sockets_of(fleet) == []
+
+
+def test_a_restart_puts_away_what_the_failed_world_wrote(start: Callable[..., Fleet], tmp_path: Path) -> None:
+    fleet = start(world=1, run_dir=tmp_path / "run")
+    for name in ("trace-0.jsonl", "post-mortem-0.json"):
+        (fleet.run_dir / name).write_text("of the first world")
+    os.kill(fleet.pids()["rank 0"], signal.SIGKILL)
+    with pytest.raises(PeerDied):
+        fleet.wait()
+    fleet.restart()
+    for name in ("trace-0.jsonl", "post-mortem-0.json"):
+        assert not (fleet.run_dir / name).exists()
+        assert (fleet.run_dir / "world-1" / name).read_text() == "of the first world"
+    assert "up, argv" in (fleet.run_dir / "world-1" / "rank-0.log").read_text()
+
+
+def test_ranks_that_are_to_be_held_outlive_the_front(start: Callable[..., Fleet]) -> None:
+    lines: list[str] = []
+    fleet = start(world=2, listen=f"127.0.0.1:{free_ports(3)}", hold_on_failure=True, progress=lines.append)
+    os.kill(fleet.pids()["front"], signal.SIGKILL)
+    told = "the ranks serve on until this fleet is stopped"
+    deadline = time.monotonic() + 5
+    while not lines[-1].endswith(told):
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.01)
+    assert lines[-1].startswith("front was killed by SIGKILL")
+    assert fleet.generate([1, 2], max_tokens=2, timeout_s=5).tokens == (2, 3)
+    fleet.stop()
+    assert fleet.failure is None
 
 
 def test_post_mortems_of_a_fleet_that_served_are_kept(start: Callable[..., Fleet]) -> None:
@@ -406,6 +443,7 @@ def test_ctrl_c_at_any_step_of_a_wait_leaves_nothing_locked(
         after.start()
         after.join(5)
         assert not after.is_alive(), f"stuck after a strike at step {at}"
+    gc.collect()  # of a coroutine that was struck, while the warning about it is expected
     stop = threading.Thread(target=fleet.stop, daemon=True)
     stop.start()
     stop.join(5)
