@@ -45,6 +45,7 @@ LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, bef
 FRONT_LEAVE_S = 0.25  #: what fronts have after the last rank, to tell their clients
 FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
 START_S = 300.0  #: the world has this long to come up
+STOPPED_S = 2.0  #: a rank that is stopped (SIGSTOP) for so long while the world comes up is dead; later its peers say so
 RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
 STEADY_S = 60.0  #: a world that has served for so long ends a row of failures
 FRONT_SEES_S = 5.0  #: what a front has to notice that a world is back
@@ -137,6 +138,7 @@ class _Process:
         self.pidfd = os.pidfd_open(self.pid)
         self.is_reaped = False
         self.is_leaving = False
+        self._stopped_at: float | None = None
 
     def note_exit(self) -> None:
         """The pidfd is readable. The child is not reaped yet, so that its pid keeps naming its process group."""
@@ -148,6 +150,18 @@ class _Process:
         else:
             self.how = f"exited with {told.si_status}"
         self.exited.set()
+
+    def stopped_s(self) -> float:
+        """For how long every look has found it stopped (SIGSTOP); 0 when it runs or is gone."""
+        told = None
+        with contextlib.suppress(ChildProcessError):  # it has exited
+            told = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if told is None:
+            self._stopped_at = None
+            return 0.0
+        now = time.monotonic()
+        self._stopped_at = self._stopped_at or now
+        return now - self._stopped_at
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -602,6 +616,9 @@ class Fleet:
                     raise self.failure
                 if self._stopping.is_set:
                     raise Unavailable("the fleet was stopped")
+                for process in self._processes:
+                    if process.rank is not None and process.stopped_s() > STOPPED_S:
+                        raise PeerDied(process.rank, f"stopped for {STOPPED_S:g} s while the world came up")
                 if time.monotonic() - began > self.start_s:
                     raise WhalezError(self._who_is_late())
             work.result()

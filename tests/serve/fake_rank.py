@@ -4,6 +4,7 @@ Its behaviour is the folder's `behave.json` {rank: word}, so that a test chooses
   (none)    serves: answers every prompt with its tokens plus one, one token each 1 ms; leaves on STOP
   dies      prints a reason and exits 3 before it serves
   mute      never serves
+  stops     is stopped before it says a word
   stubborn  ignores STOP, and has a child that does so too
   tells     exits 1 naming the peer that died, as soon as a peer's pid in peers.json is gone or stopped
 """
@@ -43,6 +44,8 @@ def main() -> int:
         (run_dir / f"post-mortem-{args.rank}.json").write_text("{}")
         print(f"whalez: rank {args.rank}: model.safetensors: tensor lm_head is cut short", file=sys.stderr)
         return 3
+    if behaviour == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
     name = f"/dev/shm/whalez-{args.fleet_id}-fake-{args.rank}"  # as if killed before the barrier
     if behaviour == "stubborn":
         Path(name).touch()

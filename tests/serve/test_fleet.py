@@ -247,6 +247,16 @@ def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> 
         start(world=2, behave={1: "mute"}, start_s=5)
 
 
+def test_a_rank_that_is_stopped_at_its_start_is_named_soon(
+    start: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No peer knows it yet, so nobody but the launcher can tell."""
+    monkeypatch.setattr("whalez.fleet.STOPPED_S", 0.5)
+    with pytest.raises(PeerDied, match=r"^rank 1 died: stopped for 0.5 s while the world came up") as caught:
+        start(world=2, behave={1: "stops"}, start_s=20)
+    assert caught.value.rank == 1
+
+
 @pytest.mark.parametrize(
     ("number", "how"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "noticed by rank 0")]
 )
