@@ -38,7 +38,7 @@ def empty_launches(model: Path, world: int) -> None:
         posts = [fleet.generate([1] * 512, max_tokens=1, lane="whale", stop_tokens=()).report for _ in range(20)]
         empty = [r.rendezvous_s / max(1, (r.entry_launch or 0) - r.submit_launch) for r in posts]
         rows.add_row(
-            "an empty launch: the paired exchanges and nothing else, median", f"{median(empty) * 1e6:.0f} us", ""
+            "a launch that carries nothing but the paired exchanges, median", f"{median(empty) * 1e6:.0f} us", ""
         )
         rows.add_row(
             "launches from post to superstep, median",

@@ -11,6 +11,7 @@ import numpy as np
 
 from bench.report import console, table
 from whalez.fleet import Fleet, Generated
+from whalez.model.config import KimiLinearConfig
 from whalez.model.trace import Part
 
 SETTINGS = {"chunk_tokens": 2048, "slots": 4}
@@ -99,13 +100,14 @@ def anatomy(run: Run, fleet: Fleet) -> None:
     rows = table(f"superstep of {run.result.prompt_tokens} tokens, seconds by layer: work | experts | wait", "layer",
                  *(f"rank {rank}" for rank in ranks))  # fmt: skip
     parts = {rank: run.seconds(rank) for rank in ranks}
+    kda_layers = KimiLinearConfig.from_dir(fleet.model).kda_layers
     for layer in range(len(parts[ranks[0]])):
         cells = []
         for rank in ranks:
             s = parts[rank][layer]
             wait = s[Part.PAIR_WAIT] + s[Part.GANG_WAIT]
             cells.append(f"{s[WORK].sum():.3f} | {s[Part.EXPERTS]:.3f} | {wait:.3f}")
-        rows.add_row(str(layer), *cells)
+        rows.add_row(f"{layer} {'KDA' if layer in kda_layers else 'MLA'}", *cells)
     totals = [
         f"{p[:, WORK].sum():.2f} | {p[:, Part.EXPERTS].sum():.2f} | "
         f"{p[:, [Part.PAIR_WAIT, Part.GANG_WAIT]].sum():.2f}"

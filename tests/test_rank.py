@@ -31,7 +31,7 @@ def test_our_own_mistake_ends_the_requests_and_leaves_a_post_mortem(
 ) -> None:
     """An error that is none of ours by name would otherwise end the process without a word to its clients."""
     rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path / "run")
-    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1), cores=1)
     closed = []
 
     def start() -> None:
@@ -83,7 +83,7 @@ def test_a_closer_that_fails_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path / "run")
-    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1), cores=1)
     closed = []
 
     def fail() -> None:

@@ -6,6 +6,9 @@ whale lane, shows who did what and how long it took, and fails unless all three 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import whalez.early  # noqa: F401
+
 import contextlib
 import json
 import os

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -279,7 +280,7 @@ def plan(model: Path, tokens: int, world: int, poster: int, **settings: Any) -> 
 
     if poster >= world:
         raise click.BadParameter(f"expected 0 to {world - 1}", param_hint="--poster")
-    for line in plan_lines(model, tokens, world, poster, settings):
+    for line in plan_lines(model, tokens, world, poster, settings, len(os.sched_getaffinity(0))):
         _print(line)
 
 

@@ -82,7 +82,7 @@ def _pidfd_open() -> None:
 
 def _preflight() -> tuple[int, str]:
     """Exit code and words of the preflight of device 0. In a process of its own, with its context."""
-    command = [sys.executable, "-m", "whalez.fabric.cuda.preflight"]
+    command = [sys.executable, "-P", "-m", "whalez.fabric.cuda.preflight"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PREFLIGHT_S)
     except subprocess.TimeoutExpired:

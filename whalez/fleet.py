@@ -223,7 +223,7 @@ RankCommand = Callable[["Fleet", int], list[str]]
 
 def rank_command(fleet: Fleet, rank: int) -> list[str]:
     """The command line of one rank."""
-    command = [sys.executable, "-m", "whalez.rank", "--rank", str(rank), "--world", str(fleet.world)]
+    command = [sys.executable, "-P", "-m", "whalez.rank", "--rank", str(rank), "--world", str(fleet.world)]
     command += ["--hub", fleet.hub_address, "--model", str(fleet.model), "--run", str(fleet.run_dir)]
     # Its own id keeps this fleet's shared memory apart.
     command += ["--fleet-id", fleet.fleet_id, "--start-timeout", str(fleet.start_s), "--threads", str(fleet.threads)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import whalez.early  # noqa: F401
+
 import gc
 import os
 
@@ -79,8 +82,10 @@ def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
 class RankProcess:
     """Everything one rank owns. `run` returns its exit code; whatever happens, nothing is left behind."""
 
-    def __init__(self, rank: RankConfig, fleet: FleetConfig) -> None:
+    def __init__(self, rank: RankConfig, fleet: FleetConfig, cores: int) -> None:
+        """cores: of this machine, for all its ranks"""
         self.rank, self.fleet = rank, fleet
+        self.cores = cores
         self.incarnation = secrets.token_hex(8)
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
@@ -291,7 +296,7 @@ class RankProcess:
             fleet=fleet,
             policy=policy,
             rows_max=spec.rows_max - fleet.slots,
-            cores=max(1, (os.cpu_count() or 1) // rank.threads) if fleet.node_ranks >= fleet.world else None,
+            cores=max(1, self.cores // rank.threads) if fleet.node_ranks >= fleet.world else None,
             member=Member(
                 rank.rank,
                 fleet.world,
@@ -499,14 +504,15 @@ def main(**flags: Any) -> None:
             insecure=flags["insecure"],
             hold_on_failure=flags["hold_on_failure"],
         )
+        usable = sorted(os.sched_getaffinity(0))
+        cores = len(usable)
         if rank.pin:
-            cores = sorted(os.sched_getaffinity(0))
             first = number % fleet.node_ranks * threads
-            os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(threads)})
+            os.sched_setaffinity(0, {usable[(first + i) % cores] for i in range(threads)})
     except WhalezError as error:
         print(f"whalez: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    code = RankProcess(rank, fleet).run()
+    code = RankProcess(rank, fleet, cores).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # all is closed; taking the interpreter with its LLVM modules down would cost another second

@@ -37,7 +37,7 @@ STAMP_FILE = "ready"
 LOCK_FILE = "lock"
 LOCK_S = 600.0  #: another process may fill the cache this long
 KEPT_FOLDERS = 8  #: of versions, checkouts and processors; the ones not used for longest go
-FILL_COMMAND = (sys.executable, "-m", "whalez.warm", "--fill")
+FILL_COMMAND = (sys.executable, "-P", "-m", "whalez.warm", "--fill")
 
 Progress = Callable[[str, int, int], None]
 

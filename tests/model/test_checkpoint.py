@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from whalez.errors import CheckpointError, ConfigError, WeightMismatch
 from whalez.model.checkpoint import expert_bounds, load_weights, model_hash, read_tensors, write_checkpoint
 from whalez.model.config import KimiLinearConfig
+from whalez.model.presets import make_checkpoint
 from whalez.model.weights import KdaWeights, MoeWeights, weight_plan
 
 
@@ -378,6 +379,30 @@ def test_leftovers_of_a_killed_write_do_not_matter(tmp_path, small):
     write_checkpoint(tmp_path, *small)
     load(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_write_cut_short_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """A folder with a config.json is complete, settings included."""
+    replace, written = Path.replace, []
+
+    def cut(path, target):
+        if len(written) == stop:
+            raise KeyboardInterrupt
+        written.append(Path(target).name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", cut)
+    for stop in range(3):
+        written.clear()
+        with pytest.raises(KeyboardInterrupt):
+            make_checkpoint(tmp_path / str(stop), "kimi-linear", "tiny", 0)
+        assert len(written) == stop
+        assert not (tmp_path / str(stop) / "config.json").exists()
+    stop = 9
+    make_checkpoint(tmp_path / "whole", "kimi-linear", "tiny", 0)
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {*written} == {
+        "config.json", "model.safetensors", "whalez.json"
+    }  # fmt: skip
 
 
 def test_folder_that_cannot_be_written(tmp_path, small):

@@ -13,6 +13,9 @@ import pytest
 from helpers.traces import trace_lines
 from whalez.errors import Unavailable
 from whalez.fleet import Fleet, Generated
+from whalez.hub.admin import AskWhales
+from whalez.hub.zmq_admin import ask_all
+from whalez.serve.links import admin_address
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
@@ -74,6 +77,9 @@ def test_a_rank_outside_a_narrow_gang_sees_ordinary_launches_only(four: Fleet) -
     assert result.report.gang == (2, 3)
     lines = trace_lines(four, result.request_id)
     assert [rank for rank, found in lines.items() if found] == [2, 3]
+    questions = [(admin_address(four.run_dir, rank), AskWhales(query_id=str(rank))) for rank in range(4)]
+    lives = [{life.seq: life for life in answer.seen} for answer in ask_all(questions, 10.0)]
+    assert [rank for rank, seen in enumerate(lives) if result.report.seq in seen] == [2, 3]
     assert result.tokens == four.generate(prompt, max_tokens=8, poster=0, lane="local", stop_tokens=()).tokens
 
 
@@ -88,8 +94,9 @@ def test_decode_of_others_goes_on_and_equals_a_quiet_fleet(four: Fleet) -> None:
     whales = [whale(four, prompt_of(640, 20 + i), i) for i in range(3)]
     loaded = [pending.result(60) for pending in running]
     assert [result.tokens for result in loaded] == quiet
-    during = [result.report.entry_launch for result in whales]
-    assert all(launch is not None for launch in during)
+    # A token takes a launch at least: until 119 launches after its first one each of them was decoding.
+    first = [result.report.first_token_launch for result in loaded]
+    assert all(max(first) < result.report.entry_launch <= min(first) + 119 for result in whales)
 
 
 def test_a_short_prompt_waits_for_one_whale_at_most(four: Fleet) -> None:

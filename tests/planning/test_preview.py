@@ -16,3 +16,11 @@ def test_a_plan_no_fleet_would_take_is_refused(tmp_path: Path) -> None:
         next(plan_lines(tmp_path, 4096, 4, 0, {"max_ctx": 4096}))
     with pytest.raises(ConfigError, match="world: expected at most 8"):
         next(plan_lines(tmp_path, 2000, 9, 0, {}))
+
+
+def test_the_lane_is_that_of_ranks_that_share_cores(tmp_path: Path) -> None:
+    """As a running fleet chooses it: four ranks on two cores gain less from a gang."""
+    make_checkpoint(tmp_path, "kimi-linear", "tiny", 0)
+    said = {cores: list(plan_lines(tmp_path, 550, 4, 0, {}, cores))[-1] for cores in (None, 4, 2)}
+    assert said[None] == said[4]
+    assert said[4].endswith("--lane auto takes whale") and said[2].endswith("--lane auto takes local")

@@ -21,9 +21,11 @@ from test_fleet import free_ports, group_lives
 from whalez import cli
 from whalez.engine import captures as capture
 from whalez.errors import WhalezError
-from whalez.fleet import Generated
+from whalez.fleet import Fleet, Generated, rank_command
 from whalez.hub.requests import Report
 from whalez.model.presets import PRESETS
+from whalez.serve.process import front_command
+from whalez.warm import FILL_COMMAND
 
 #: The command with ranks that have no engine.
 DRIVER = """
@@ -321,6 +323,12 @@ def test_a_full_disk_is_named_and_the_tokens_are_shown(command: Callable[..., An
     assert flag != "--json" or out == "[2, 3]\n"
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1", ":8300", "h:", "h:x", "h:70000", "h:²", "h:٣"])
+def test_an_address_to_listen_on_is_checked(whalez: Callable[..., Any], model: Path, listen: str) -> None:
+    code, err = whalez("fleet", "--model", model, "--listen", listen)
+    assert (code, err) == (1, f"whalez: listen: expected HOST:PORT, got {listen!r}\n")
+
+
 @pytest.mark.parametrize("listen", ["foo.invalid:8300", "a..b:8300"])
 def test_an_unknown_host_is_named_before_the_start(
     whalez: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch, listen: str
@@ -333,12 +341,20 @@ def test_an_unknown_host_is_named_before_the_start(
     assert "Unknown error" not in err
 
 
-def test_a_signal_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+@pytest.mark.parametrize(
+    ("words", "imported"),
+    [
+        (["-c", "from whalez.entry import main; main()"], "click"),
+        (["-m", "whalez.rank"], "click"),
+        ([str(Path(__file__).parents[2] / "tools" / "demo.py")], "rich"),
+    ],
+)
+def test_a_signal_while_a_program_is_imported_is_one_line(tmp_path: Path, words: list[str], imported: str) -> None:
+    (tmp_path / f"{imported}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     for number in (signal.SIGINT, signal.SIGTERM):
-        code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from whalez.entry import main; main()"
         with subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "importing\n"
@@ -375,6 +391,13 @@ def test_ctrl_c_that_strikes_in_a_finalizer_is_not_lost(
     assert err == "whalez: stopped by SIGINT\n"
     assert process.returncode == 128 + signal.SIGINT
     assert not any(group_lives(pid) for pid in pids_in(lines))
+
+
+def test_no_child_imports_from_the_folder_it_is_started_in(model: Path) -> None:
+    """A file there could take the name of a module, and would run."""
+    fleet = Fleet(model, 1)
+    commands = [rank_command(fleet, 0), front_command([], "h:1", "m", model_dir="m"), FILL_COMMAND]
+    assert [list(words[:3]) for words in commands] == [[sys.executable, "-P", "-m"]] * 3
 
 
 def test_the_command_begins_where_signals_are_taken() -> None:

@@ -13,8 +13,13 @@ from whalez.model.config import KimiLinearConfig
 from whalez.planning import PlanRefused, describe_plan, plan_whale, predict_lanes
 
 
-def plan_lines(model_dir: Path, tokens: int, world: int, poster: int, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Lines to print. Raises ConfigError or CheckpointError."""
+def plan_lines(
+    model_dir: Path, tokens: int, world: int, poster: int, settings: Mapping[str, Any], cores: int | None = None
+) -> Iterator[str]:
+    """Lines to print. Raises ConfigError or CheckpointError.
+
+    cores: ranks that can compute at the same time; None: all of them
+    """
     fleet = fleet_config(model_dir, world, settings)
     config = KimiLinearConfig.from_dir(model_dir)
     if config.moe_layers and world > config.num_experts:
@@ -26,7 +31,7 @@ def plan_lines(model_dir: Path, tokens: int, world: int, poster: int, settings: 
     if isinstance(plan, PlanRefused):
         yield f"{tokens} tokens at rank {poster}: local lane ({plan.field}: {plan.reason})"
         return
-    lanes = predict_lanes(tokens, plan, policy, fleet.chunk_tokens)
+    lanes = predict_lanes(tokens, plan, policy, fleet.chunk_tokens, cores)
     yield f"{tokens} tokens at rank {poster}: gang of {plan.width} of {world} ranks, {plan.supersteps} superstep"
     yield f"{'rank':>5} {'start':>9} {'length':>9} {'KDA s':>9} {'MLA s':>9} {'MoE s':>9} {'wait s':>9}"
     for row in describe_plan(tokens, plan, policy):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from whalez.config import SETTINGS_FILE
 from whalez.errors import CheckpointError, ConfigError, WeightMismatch
 from whalez.model.config import CONFIG_FILE, KimiLinearConfig, read_json
 from whalez.model.weights import F32, Shape, TensorSlot, Weights, expert_bounds, weight_plan
@@ -106,8 +107,11 @@ def write_checkpoint(
     tensors: Mapping[str, NDArray[Any]],
     *,
     max_shard_bytes: int | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint in the order of `tensors`; with `max_shard_bytes`, in shards of at most so much data each.
+
+    settings: of the fleets that serve it, into whalez.json
 
     A shard holds at least one tensor, however large. Files get their names when all are written, config.json last, so
     a folder with a config.json is complete.
@@ -132,6 +136,8 @@ def write_checkpoint(
             files = {name: file_name for file_name, shard in zip(names, shards, strict=True) for name in shard}
             total = sum(tensor.nbytes for tensor in tensors.values())
             _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": files})
+        if settings is not None:
+            _write_json(directory / SETTINGS_FILE, settings)
         _write_json(directory / CONFIG_FILE, config)
 
 
@@ -316,7 +322,7 @@ def _read_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size - 8:
-            raise ValueError(f"the header says {length} bytes, the file has fewer")
+            raise ValueError(f"expected a header of {length} bytes, the file has {path.stat().st_size} in all")
         raw = file.read(length)
     header = json.loads(raw)
     if not isinstance(header, dict):

@@ -7,7 +7,6 @@ before it. Token ids 0 to 255 are bytes; the special ids follow.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from whalez.config import SETTINGS_FILE
 from whalez.errors import ConfigError
 from whalez.model.checkpoint import write_checkpoint
 from whalez.model.config import KimiLinearConfig
@@ -190,8 +188,7 @@ def make_checkpoint(
         if progress is not None:
             progress(done, total)
     config = PRESETS[preset] | {"dtype": "bfloat16" if dtype == "bf16" else "float32"}
-    write_checkpoint(directory, config, tensors, max_shard_bytes=max_shard_bytes)
-    (Path(directory) / SETTINGS_FILE).write_text(json.dumps(SETTINGS[preset], indent=1) + "\n")
+    write_checkpoint(directory, config, tensors, max_shard_bytes=max_shard_bytes, settings=SETTINGS[preset])
 
 
 def tensor_shapes(config: KimiLinearConfig) -> dict[str, Shape]:

@@ -34,7 +34,7 @@ def front_command(
     away: str | None = None,
 ) -> list[str]:
     """The command line that starts a front. While a file `away` exists, it refuses with what is written there."""
-    command = [sys.executable, "-m", "whalez.serve.front", "--listen", listen, "--model-name", model_name]
+    command = [sys.executable, "-P", "-m", "whalez.serve.front", "--listen", listen, "--model-name", model_name]
     for link in links:
         command += ["--link", link]
     if model_dir is not None:
@@ -56,7 +56,7 @@ def held_line(pid: int) -> str:
 def parse_listen(text: str) -> tuple[str, int]:
     """`H:P`, `[H6]:P`. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"listen: expected HOST:PORT, got {text!r}")
     return host.strip("[]"), int(port)
 
