@@ -52,7 +52,7 @@ def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
     """A wedged loop that comes back fails of what its own watchdog has done to the world."""
     rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path)
     (tmp_path / "post-mortem-0.json").write_text("of an earlier process")
-    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1), 1)
     assert (
         process._fail("rank 0 died: stuck", PeerDied(0, "stuck"), "the stack of the stuck place")
         == "rank 0 died: stuck"
@@ -120,7 +120,7 @@ def test_the_supervisors_stop_is_nobodys_second_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: str, graces: list[float], code: int | None
 ) -> None:
     rank = RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path, grace_s=7.0)
-    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1))
+    process = RankProcess(rank, FleetConfig(world=1, node_ranks=1), 1)
     wanted: list[float] = []
     loop: Any = SimpleNamespace(drain=wanted.append)
     process.loop = loop
@@ -145,6 +145,7 @@ def test_a_rank_under_nohup_outlives_its_terminal(
     process = RankProcess(
         RankConfig(rank=0, hub="ipc://nowhere", model_dir=tmp_path, run_dir=tmp_path),
         FleetConfig(world=1, node_ranks=1),
+        1,
     )
     taken = []
 

@@ -204,7 +204,9 @@ def test_a_wedged_rank_can_be_held_for_a_debugger(tiny: Path, tmp_path: Path) ->
         for rank in range(2):
             held = f"rank {rank} is held for a debugger until SIGTERM: pid {fleet.pids()[f'rank {rank}']}"
             wait_until(lambda held=held: any(line.startswith(held) for line in lines), 2 * STUCK_S + SLACK_S, lines)
-        assert "rank 1 died: stuck: " in str(error_of(whale))  # its watchdog and who waits for it count the same seconds
+        assert "rank 1 died: stuck: " in str(
+            error_of(whale)
+        )  # its watchdog and who waits for it count the same seconds
         told = post_mortems(fleet)
         assert {rank: record["blames"] for rank, record in told.items()} == {0: 1, 1: 1}
         assert "pass_by" in told[1]["traceback"]
