@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import dataclasses
 import fcntl
+import inspect
 import operator
 import os
 import queue
@@ -532,6 +533,8 @@ class Fleet:
         try:
             while not outcome.latch.wait(SLICE_S):
                 if thread is None or not thread.is_alive():
+                    if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                        work.close()  # it came too late to begin
                     raise over
             return outcome.take()
         except asyncio.CancelledError:

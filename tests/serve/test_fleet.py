@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import re
@@ -196,6 +197,17 @@ def test_callers_that_race_a_stop_all_end_with_a_named_error(start: Callable[...
         caller.join(max(0.0, deadline - time.monotonic()))
     assert [caller for caller in callers if caller.is_alive()] == []
     assert [error for error in ends if not isinstance(error, Unavailable)] == []
+
+
+def test_work_that_comes_too_late_for_the_loop_is_closed(model: Path) -> None:
+    """Handed over just before the loop ended and never begun, it would warn when it is collected."""
+    fleet = Fleet(model)
+    loop: Any = types.SimpleNamespace(call_soon_threadsafe=lambda work: None)
+    fleet._loop, fleet._thread = loop, threading.Thread()
+    work = fleet._ask_all(1.0)
+    with pytest.raises(Unavailable, match="not running"):
+        fleet._call(work)
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
 
 
 def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
