@@ -54,7 +54,14 @@ def test_a_bad_setting_is_refused_by_name(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("field", "name", "value"),
-    [("rank", "rank", -1), ("threads", "threads", 0), ("grace_s", "grace", -1.0), ("device", "device", "tpu")],
+    [
+        ("rank", "rank", -1),
+        ("threads", "threads", 0),
+        ("grace_s", "grace", -1.0),
+        ("grace_s", "grace", 1e300),  # whose nanoseconds are no number
+        ("grace_s", "grace", float("nan")),
+        ("device", "device", "tpu"),
+    ],
 )
 def test_a_bad_rank_setting_is_refused_by_name(field: str, name: str, value: object) -> None:
     good = {"rank": 0, "hub": "ipc:///x", "model_dir": Path(), "run_dir": Path()}

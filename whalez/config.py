@@ -118,7 +118,7 @@ class RankConfig:
     def __post_init__(self) -> None:
         _require(self.rank >= 0, "rank", "0 or more", self.rank)
         _require(self.threads >= 1, "threads", "at least 1", self.threads)
-        _require(self.grace_s >= 0, "grace", "0 or more seconds", self.grace_s)
+        _require(0 <= self.grace_s <= 86_400, "grace", "0 to 86400 seconds", self.grace_s)
         if self.device.partition(":")[0] == "cuda":
             raise ConfigError(
                 f"device: expected cpu, got {self.device}: slabs, doorbells and kernels for CUDA are here and "

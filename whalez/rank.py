@@ -51,7 +51,6 @@ from whalez.fabric.host import HostSlabs
 from whalez.fabric.layout import SlabLayout
 from whalez.hub.address import host_identity
 from whalez.hub.keys import load_keys
-from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_admin import ADMIN_OPTIONS, AdminServer
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.hub.zmq_link import LinkServer
@@ -87,6 +86,7 @@ class RankProcess:
         self.rank, self.fleet = rank, fleet
         self.cores = cores
         self.incarnation = secrets.token_hex(8)
+        self._incarnations: list[str] = []  # of all ranks, once they are known
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
@@ -201,21 +201,21 @@ class RankProcess:
             health.status,
         )
         self._closers.append(link.close)
-        health.dropped = lambda: {**hub.dropped(), **link.dropped()}
         layout = SlabLayout.from_spec(spec)
+        options = {"hub": hub.options, "link": link.options, "admin": ADMIN_OPTIONS}
         endpoint = rank.admin or admin_address(rank.run_dir, rank.rank)
-        socket_options = as_dict(SocketOptions())
         facts = RankFacts(
             rank=rank.rank,
             device=rank.device,
             transport="host shm",
             hub=rank.hub,
             host=host_identity(),
-            sockets={"hub": socket_options, "link": socket_options, "admin": as_dict(ADMIN_OPTIONS)},
+            sockets={name: as_dict(each) for name, each in options.items()},
         )
         answers = Answers(facts, health, layout, endpoint)
-        server = AdminServer(endpoint, rank.rank, answers.answer, keys=keys)
+        server = AdminServer(endpoint, rank.rank, answers.answer, keys=keys, options=ADMIN_OPTIONS)
         self._closers.append(server.close)
+        health.dropped = lambda: {**hub.dropped(), **link.dropped(), **server.dropped()}
 
         weights = load_weights(rank.model_dir, config, rank.rank, fleet.world)
         fingerprint = {
@@ -238,9 +238,9 @@ class RankProcess:
             admin=endpoint,
         )
         answers.sequencer = sequencer
-        answers.bad_frames_total = lambda: hub.bad_frames_total + link.bad_frames_total + server.bad_frames_total
         table = hub.start(Hello(entry=entry, world=fleet.world, fingerprint=fingerprint), rank.start_s)
         answers.table = table
+        self._incarnations = [each.incarnation for each in table]
         mapped = slabs.open_all(table)
         answers.mapped = tuple(slab.rank for slab in mapped)
         hub.mapped(rank.start_s)
@@ -410,6 +410,7 @@ class RankProcess:
             "world": self.fleet.world,
             "fleet_id": self.rank.fleet_id,
             "incarnation": self.incarnation,
+            "incarnations": self._incarnations,
             "pid": os.getpid(),
             "at_wall_s": time.time(),
             "blames": getattr(error, "rank", getattr(error, "peer", None)),  # the rank this one says is at fault

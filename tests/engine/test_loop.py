@@ -60,19 +60,20 @@ def start(tiny_dir: Path) -> Iterator[Callable[..., One]]:
         world = solo(tiny_dir, **settings)
         made = world.__enter__()
         open_worlds.append(world)
-        return _one(made, capture)
+        return one_loop(made, capture)
 
     yield begin
     for world in open_worlds:
         world.__exit__(None, None, None)
 
 
-def _one(made: Solo, capture: Capture | None = None) -> One:
+def one_loop(made: Solo, capture: Capture | None = None, hub: Any = None) -> One:
+    """`hub`: of a world of one, not started yet; None: one without sockets."""
     policy = plan_policy(made.config, made.fleet)
-    hub = LocalHub.world(1, policy=policy)[0]
+    hub = hub or LocalHub.world(1, policy=policy)[0]
     entry = SlabEntry(rank=0, incarnation="me", host="here", pid=1, ticket=b"")
-    hub.start(Hello(entry=entry, world=1, fingerprint={}), 1.0)
-    hub.mapped(1.0)
+    hub.start(Hello(entry=entry, world=1, fingerprint={}), 10.0)
+    hub.mapped(10.0)
     answers: list[Response] = []
     loop = Loop(
         rank=0,

@@ -39,6 +39,7 @@ def names(monkeypatch):
         ("ipc:///no/such/folder/x.sock", False, "folder /no/such/folder does not exist"),
         ("ipc:///tmp/" + "x" * 110, False, "107"),
         ("ipc://", False, "no path"),
+        ("ipc://@whalez", False, "no file whose mode keeps others out"),
         ("tcp://10.0.0.1", False, "no host and port"),
         ("tcp://10.0.0.1:0", False, "no host and port"),
         ("tcp://10.0.0.1:99999", False, "no host and port"),

@@ -1,6 +1,7 @@
 """The admin socket: one deadline for all, who may ask what, garbage."""
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import signal
@@ -14,10 +15,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whalez.errors import HubError, WireError
+from whalez.errors import ConfigError, HubError, WireError
 from whalez.hub import admin, wire
 from whalez.hub.keys import load_keys, make_keys
-from whalez.hub.zmq_admin import AdminServer, ask_all, refusal
+from whalez.hub.zmq_admin import AdminServer, NoAnswer, ask_all, refusal
 from whalez.rendezvous.lives import Life, Moment, What
 
 QUESTION = admin.AskStatus(query_id="q")
@@ -87,7 +88,7 @@ def test_who_is_silent_delays_nobody_beyond_the_deadline(server, tmp_path):
         questions = [(each, QUESTION) for each in (there, server._address, f"ipc://{tmp_path}/nobody")]
         answers = ask_all(questions, 0.3)
         assert 0.25 < time.monotonic() - began < 1.0
-        assert answers == [None, admin.Ordered(query_id="q", rank=2, what="AskStatus"), None]
+        assert answers == [NoAnswer(), admin.Ordered(query_id="q", rank=2, what="AskStatus"), NoAnswer()]
     finally:
         child.kill()
         child.communicate()
@@ -95,7 +96,7 @@ def test_who_is_silent_delays_nobody_beyond_the_deadline(server, tmp_path):
 
 def test_all_answered_is_not_waited_for(server):
     began = time.monotonic()
-    assert None not in ask_all([(server._address, QUESTION)] * 3, 20.0)
+    assert NoAnswer() not in ask_all([(server._address, QUESTION)] * 3, 20.0)
     assert time.monotonic() - began < 5.0
 
 
@@ -103,7 +104,7 @@ def test_an_answer_that_fails_is_told_and_the_next_is_given(server):
     asked = admin.AskSlabs(query_id="bad")
     (failed,) = ask_all([(server._address, asked)], 5.0)
     assert failed == admin.NotDone(query_id="bad", rank=2, reason="ValueError: a bug")
-    assert ask_all([(server._address, QUESTION)], 5.0) != [None]
+    assert ask_all([(server._address, QUESTION)], 5.0) != [NoAnswer()]
 
 
 GUARDED = [
@@ -159,7 +160,7 @@ def test_garbage_is_counted_and_dropped(server):
         dealer.send(wire.encode_admin(QUESTION))
         assert dealer.poll(5000)
         assert wire.decode_admin(dealer.recv()).what == "AskStatus"
-        assert server.bad_frames_total == len(garbage) + 1
+        assert server.dropped()["admin_bad_frames"] == len(garbage) + 1
     finally:
         dealer.close(linger=0)
         context.term()
@@ -172,29 +173,76 @@ def test_a_taken_or_malformed_address_is_named(server):
         AdminServer("udp://x", 0, answer)
 
 
-def test_with_keys_a_rank_may_look_an_admin_may_order_and_others_hear_nothing(tmp_path):
-    make_keys(tmp_path / "keys")
-    make_keys(tmp_path / "foreign")
-    everybody = load_keys(tmp_path / "keys")
-    (tmp_path / "keys" / "admin.key_secret").unlink()
-    ranks_only = load_keys(tmp_path / "keys")
-    foreign = load_keys(tmp_path / "foreign")
-    server = AdminServer(
-        f"ipc://{tmp_path}/guarded",
-        2,
-        lambda q: admin.Ordered(query_id=q.query_id, rank=2, what="done"),
-        keys=ranks_only,
-    )
-    try:
+@pytest.fixture
+def keys(tmp_path):
+    """Of a fleet's machine with ranks only, of its operator, and of another fleet."""
+    for name in ("fleet", "foreign"):
+        make_keys(tmp_path / name)
+    everybody = load_keys(tmp_path / "fleet")
+    (tmp_path / "fleet" / "admin.key_secret").unlink()
+    return {"ranks": load_keys(tmp_path / "fleet"), "admin": everybody, "foreign": load_keys(tmp_path / "foreign")}
 
-        def ask(query, keys, timeout_s=5.0):
-            return ask_all([(server._address, query)], timeout_s, keys)[0]
 
-        assert isinstance(ask(QUESTION, ranks_only), admin.Ordered)
+@pytest.fixture(params=["ipc", "tcp"])
+def where(request, tmp_path):
+    if request.param == "ipc":
+        return f"ipc://{tmp_path}/guarded"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_with_keys_a_rank_may_look_and_an_admin_may_order(keys, where):
+    with contextlib.closing(AdminServer(where, 2, answer, keys=keys["ranks"])):
+        (looked,) = ask_all([(where, QUESTION)], 5.0, keys["ranks"])
+        assert isinstance(looked, admin.Ordered)
         for order in GUARDED:
-            assert "needs a key of" in ask(order, ranks_only).reason
-            assert isinstance(ask(order, everybody), admin.Ordered)
-        assert ask(QUESTION, None, 0.3) is None
-        assert ask(QUESTION, foreign, 0.3) is None
-    finally:
-        server.close()
+            (refused,) = ask_all([(where, order)], 5.0, keys["ranks"])
+            assert "needs a key of" in refused.reason
+            (done,) = ask_all([(where, order)], 5.0, keys["admin"])
+            assert isinstance(done, admin.Ordered)
+
+
+@pytest.mark.parametrize(
+    ("server_has", "asker_has", "asker_hears", "server_says"),
+    [
+        ("ranks", None, ("wants a key, and we have none", "closes the connection during the handshake"), "key"),
+        ("ranks", "foreign", ("closes the connection during the handshake",), "takes this socket for another one"),
+        (None, "admin", ("takes no keys, and we have some", "closes the connection during the handshake"), "keys"),
+    ],
+    ids=["no key", "another fleet's key", "a key where none is taken"],
+)
+def test_who_is_not_let_in_hears_why_and_is_counted_and_logged(
+    keys, where, caplog, server_has, asker_has, asker_hears, server_says
+):
+    """Which end names the reason depends on who is first to see it; the asker hears at least that it was the door."""
+    ours = keys.get(asker_has)
+    server = AdminServer(where, 2, answer, keys=keys.get(server_has))
+    with contextlib.closing(server):
+        (told,) = ask_all([(where, QUESTION)], 1.0, ours)
+        assert isinstance(told, NoAnswer)
+        assert any(text in told.why for text in asker_hears), told
+        assert ("no --keys were given" if ours is None else str(ours.folder)) in told.why
+        deadline = time.monotonic() + 5
+        while not (server.dropped()["admin_refused_connections"] and "refused a connection" in caplog.text):
+            assert time.monotonic() < deadline, server.dropped()
+            time.sleep(0.01)
+        assert server_says in caplog.text
+        assert where in caplog.text
+
+
+def test_a_key_that_is_not_on_the_list_is_named_at_once(keys, where):
+    """The right server, another fleet's key: no try can succeed, so nobody waits for the deadline."""
+    stranger = keys["foreign"].pairs["admin"]
+    foreign = dataclasses.replace(keys["ranks"], pairs={"admin": stranger, "rank": keys["ranks"].pairs["rank"]})
+    with contextlib.closing(AdminServer(where, 2, answer, keys=keys["ranks"])):
+        began = time.monotonic()
+        (told,) = ask_all([(where, QUESTION)], 20.0, foreign)
+        assert time.monotonic() - began < 10
+        assert "does not accept our key" in told.why
+
+
+def test_a_key_folder_from_which_nobody_can_ask_is_named(keys, where):
+    neither = dataclasses.replace(keys["ranks"], pairs={})
+    with pytest.raises(ConfigError, match=r"neither .*admin\.key_secret nor .*rank\.key_secret is there"):
+        ask_all([(where, QUESTION)], 0.1, neither)

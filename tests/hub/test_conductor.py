@@ -5,15 +5,28 @@ from hub_helpers import PassOn, hello
 
 from whalez.errors import PeerDied, PeerProtocolError
 from whalez.hub.conductor import Conductor, Out
-from whalez.rendezvous.messages import Bye, Died, Mapped, Offer, Ready, Refused, Table, WorldStarts
+from whalez.rendezvous.events import Received
+from whalez.rendezvous.messages import (
+    Bye,
+    Died,
+    DrainAll,
+    Mapped,
+    Offer,
+    Ready,
+    Refused,
+    Table,
+    Withdraw,
+    WorldStarts,
+)
+from whalez.rendezvous.sequencer import Sequencer
 
 
 class Centre:
     """A conductor of a world of `world`, with the time left out."""
 
-    def __init__(self, world):
+    def __init__(self, world, sequencer=None):
         self.world = world
-        self.conductor = Conductor(world, PassOn(world))
+        self.conductor = Conductor(world, sequencer or PassOn(world))
 
     def hello(self, said):
         return self.conductor.received(said.entry.incarnation, said, 0, 0)
@@ -163,3 +176,22 @@ def test_who_speaks_before_the_table_is_out_has_another_worlds_and_costs_only_it
     assert centre.hello(new) == []
     outs = centre.hello(zero)
     assert all(out.message == Table(entries=(zero.entry, new.entry)) for out in outs)
+
+
+IMPOSSIBLE = [DrainAll(grace_s=grace_s) for grace_s in (86_401.0, 1e300, -1.0, float("nan"), float("inf"))]
+
+
+@pytest.mark.parametrize("message", [*IMPOSSIBLE, Ready(rank=1, seq=9, count=0), Withdraw(rank=0, request_id="r")])
+def test_what_the_sequencer_has_no_row_for_costs_a_rank_its_life_and_an_operator_nothing(message):
+    """The same words: from a rank they are the end of its world, as an order they are ignored, and nothing changed."""
+    sequencer = Sequencer(2, None, plan=None)
+    centre = Centre(2, sequencer)
+    said = centre.run()
+    before = sequencer.state.key()
+    sender = 7 if isinstance(message, Withdraw) else 1
+    assert centre.conductor.order(Received(message, sender), 0, 0) == []
+    assert centre.conductor.failure is None
+    assert sequencer.state.key() == before
+    assert [out.message.rank for out in centre.say(said[1], message)] == [1, 1]
+    assert isinstance(centre.conductor.failure, PeerProtocolError)
+    assert sequencer.state.key() == before

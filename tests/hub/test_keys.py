@@ -2,12 +2,13 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import zmq
 from zmq.utils import z85
 
-from whalez.errors import ConfigError
+from whalez.errors import ConfigError, OutputError
 from whalez.hub.keys import load_keys, make_keys
 
 SECRETS = ["admin.key_secret", "hub.key_secret", "rank.key_secret"]
@@ -39,6 +40,23 @@ def test_what_is_made_is_what_loads_and_secrets_are_for_one_user(tmp_path, umask
     assert len({pair.public for pair in keys.pairs.values()}) == 3
     assert all(zmq.curve_public(pair.secret) == pair.public for pair in keys.pairs.values())
     assert all(pair.secret.decode() not in repr(keys) for pair in keys.pairs.values())
+
+
+@pytest.mark.parametrize("name", ["", "ranks", "admins"])
+def test_a_folder_that_others_can_write_gets_no_keys(tmp_path, name):
+    folder = tmp_path / "open"
+    (folder / name).mkdir(parents=True)
+    (folder / name).chmod(0o777)
+    with pytest.raises(ConfigError, match=r"mode 0777 lets others put keys there"):
+        make_keys(folder)
+    assert list(folder.rglob("*.key*")) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/nope")):
+        with pytest.raises(OutputError, match=f"{folder}: cannot be written"):
+            make_keys(folder)
 
 
 @pytest.mark.parametrize("name", SECRETS + PUBLICS)

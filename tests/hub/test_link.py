@@ -204,8 +204,8 @@ def test_garbage_is_counted_and_dropped_and_the_link_still_serves(address, closi
         with socket.create_connection((host, int(port))) as raw:
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(1000))
     deadline = time.monotonic() + TIMEOUT_S
-    while rank.server.bad_frames_total < len(garbage) + 1:
-        assert time.monotonic() < deadline, rank.server.bad_frames_total
+    while rank.server.dropped()["link_bad_frames"] < len(garbage) + 1:
+        assert time.monotonic() < deadline, rank.server.dropped()["link_bad_frames"]
         client.status(TIMEOUT_S)  # a turn of the link's thread
     assert isinstance(list(client.submit(submit("r", 2)))[-1], Done)
     assert [each.request_id for _, each in rank.seen] == ["r"]
@@ -238,7 +238,7 @@ def test_requests_of_a_killed_client_are_cancelled(ipc, closing):
         child.stdin.close()
     deadline = time.monotonic() + TIMEOUT_S
     index = 0
-    while rank.server.clients_dropped_total == 0:
+    while rank.server.dropped()["link_clients_dropped"] == 0:
         rank.server.reply(owner, TokenOut(request_id="a", index=index, token=0))
         index += 1
         assert time.monotonic() < deadline
@@ -268,7 +268,7 @@ def test_a_client_that_does_not_read_is_dropped(ipc, closing):
             slowest = max(slowest, time.monotonic() - begin)
         rank.wait_seen(lambda each: each == CancelRequest(request_id="r"))
         assert slowest < 0.25
-        assert rank.server.clients_dropped_total == 1
+        assert rank.server.dropped()["link_clients_dropped"] == 1
     finally:
         deaf.close()
         context.term()

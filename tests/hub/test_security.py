@@ -89,7 +89,7 @@ def _hub_has_none(keys, tmp_path):
     ("bad_keys", "hub_says", "rank_says"),
     [
         pytest.param(_other_rank_key, "its key is not in the allow-list", "does not accept our key", id="wrong-key"),
-        pytest.param(_other_hub_key, "takes this hub for another one", "hub.key its key", id="wrong-hub", marks=SLOW),
+        pytest.param(_other_hub_key, "socket for another one", "hub.key its key", id="wrong-hub", marks=SLOW),
         pytest.param(_none, "key", "wants a key, and we have none: no --keys were given", id="no-key"),
         pytest.param(_hub_has_none, "keys", "takes no keys, and we have some", id="hub-without", marks=SLOW),
     ],

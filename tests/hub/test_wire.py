@@ -243,9 +243,9 @@ def test_lengths_of_the_header_are_never_believed(magic, decode, names, bodies):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: msg.Refused(reason="x" * (wire.TEXT_BYTES_MAX + 1), field=None),
-        lambda: msg.Hello(entry=ENTRY, world=4, fingerprint={str(i): "" for i in range(wire.TEXT_BYTES_MAX + 1)}),
-        lambda: msg.Hello(entry=ENTRY, world=4, fingerprint={"x" * (wire.TEXT_BYTES_MAX + 1): ""}),
+        lambda: msg.Refused(reason="x" * (wire.TEXT_CHARS_MAX + 1), field=None),
+        lambda: msg.Hello(entry=ENTRY, world=4, fingerprint={str(i): "" for i in range(wire.MAP_ENTRIES_MAX + 1)}),
+        lambda: msg.Hello(entry=ENTRY, world=4, fingerprint={"x" * (wire.TEXT_CHARS_MAX + 1): ""}),
         lambda: msg.Gather(
             seq=5,
             request_id="r",
@@ -285,7 +285,7 @@ def test_prompt_at_the_cap_travels_and_above_is_refused():
         msg.DrainAll(grace_s=float("nan")),
         msg.DrainAll(grace_s=float("inf")),
         msg.DrainAll(grace_s=-1.0),
-        msg.Died(rank=0, how="x" * (wire.TEXT_BYTES_MAX + 1)),
+        msg.Died(rank=0, how="x" * (wire.TEXT_CHARS_MAX + 1)),
         msg.Post(rank=0, request_id="r", tokens=b"123", prompt_hash="", max_tokens=1),
     ],
     ids=repr,

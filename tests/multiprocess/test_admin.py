@@ -221,7 +221,7 @@ def tool_trace(fleet: Fleet, request_id: str) -> tuple[int, list[dict[str, Any]]
     """Its lines are written after the token is out, so they are waited for."""
     deadline = time.monotonic() + 10
     while True:
-        lines = [line for line in launches.read_traces(fleet.run_dir) if line["request_id"] == request_id]
+        lines = [line for line in launches.read_traces(fleet.run_dir).lines if line["request_id"] == request_id]
         if len(lines) == 4 or time.monotonic() > deadline:
             return commands.main(["trace", "--run", str(fleet.run_dir), "--request", request_id]), lines
 
@@ -269,7 +269,7 @@ def test_held_ranks_stay_for_a_debugger_and_leave_when_the_fleet_is_stopped(
         time.sleep(0.05)
     path = fleet.run_dir / "post-mortem-0.json"
     assert json.loads(path.read_text())["blames"] == 1
-    assert postmortem.first_cause(postmortem.read_files(fleet.run_dir)[0]).ranks == (1,)
+    assert postmortem.first_cause(postmortem.read_files(fleet.run_dir).files).ranks == (1,)
     state = Path(f"/proc/{pids['rank 0']}/stat").read_text().rsplit(")", 1)[1].split()[0]
     assert state in "SR"
     ranks = Ranks(fleet.run_dir, None, 0.8)

@@ -1,4 +1,4 @@
-"""Which ranks there are, and what each answers before one deadline that all share."""
+"""Which ranks there are, and what each answers to a query before one deadline that all share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from whalez.clock import now_ns
 from whalez.errors import Unavailable
-from whalez.hub.admin import AdminAnswer, AdminQuery, AskStatus, RankStatus
+from whalez.hub.admin import ANSWERS, AdminAnswer, AdminQuery, AskStatus, NotDone, RankStatus
 from whalez.hub.keys import load_keys
-from whalez.hub.zmq_admin import ask_all
+from whalez.hub.zmq_admin import NoAnswer, ask_all
 from whalez.serve.endpoints import read_endpoints
 
 TIMEOUT_S = 0.8  #: with the start of the interpreter, an operator has the answer in about a second
@@ -22,11 +22,12 @@ MakeQuery = Callable[[str], AdminQuery]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one rank said. `answer` is None if it said nothing in time."""
+    """What one rank said. `answer` is None if it did not answer, and `why` says why not where that is known."""
 
     rank: int
     endpoint: str
     answer: AdminAnswer | None
+    why: str = ""
 
 
 class Ranks:
@@ -48,19 +49,36 @@ class Ranks:
         assert endpoint is not None
         self.run_dir = None
         first = ask_all([(endpoint, AskStatus(query_id=secrets.token_hex(8)))], timeout_s, self._keys)[0]
+        if isinstance(first, NoAnswer) and first.why:
+            raise Unavailable(f"no rank answers at {endpoint}: {first.why}")
         if not isinstance(first, RankStatus):
             raise Unavailable(f"no rank answers at {endpoint} within {timeout_s:g} s")
-        told = {rank: each for rank, each in enumerate(first.endpoints) if each}
-        self.endpoints = told | {first.rank: endpoint}
+        # "" where the rank at `endpoint` has not been told: the world is not complete yet.
+        self.endpoints = dict(enumerate(first.endpoints)) | {first.rank: endpoint}
 
     def ask(self, make: MakeQuery, ranks: set[int] | None = None) -> list[Reply]:
         """The same query to all ranks, or to some; replies in rank order."""
         asked = [rank for rank in sorted(self.endpoints) if ranks is None or rank in ranks]
-        questions = [(self.endpoints[rank], make(secrets.token_hex(8))) for rank in asked]
+        queries = {rank: make(secrets.token_hex(8)) for rank in asked}
+        known = [rank for rank in asked if self.endpoints[rank]]
         left_s = max(0.05, (self._deadline_ns - now_ns()) / 1e9)
-        answers = ask_all(questions, left_s, self._keys)
-        return [Reply(rank, self.endpoints[rank], answer) for rank, answer in zip(asked, answers, strict=True)]
+        told = ask_all([(self.endpoints[rank], queries[rank]) for rank in known], left_s, self._keys)
+        answers = dict(zip(known, told, strict=True))
+        return [_reply(rank, self.endpoints[rank], queries[rank], answers.get(rank)) for rank in asked]
 
     def renew(self) -> None:
         """Begin another command: the deadline is as far away as at first."""
         self._deadline_ns = now_ns() + int(self.timeout_s * 1e9)
+
+
+def _reply(rank: int, endpoint: str, query: AdminQuery, answer: AdminAnswer | NoAnswer | None) -> Reply:
+    """Only what this rank says to this query is an answer: a file or an address may be another fleet's."""
+    if answer is None:
+        return Reply(rank, endpoint, None, "its address is not known before the world is complete")
+    if isinstance(answer, NoAnswer):
+        return Reply(rank, endpoint, None, answer.why)
+    if answer.rank != rank:
+        return Reply(rank, endpoint, None, f"rank {answer.rank} is what answers there")
+    if not isinstance(answer, ANSWERS[type(query)] | NotDone):
+        return Reply(rank, endpoint, None, f"it answers a {type(query).__name__} with a {type(answer).__name__}")
+    return Reply(rank, endpoint, answer)

@@ -1,4 +1,4 @@
-"""What an operator types. Every command asks all ranks at once, shows what came, and says who did not answer."""
+"""What an operator types. A query goes to all ranks at once; what came is shown, and who did not answer is named."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from whalez.admin import whales as lives
 from whalez.admin.asking import TIMEOUT_S, Ranks, Reply
 from whalez.errors import RequestError
 from whalez.hub import admin
+from whalez.rendezvous.messages import DRAIN_GRACE_S_MAX
 
 OK, ERROR, SILENT = 0, 1, 3
 _WATCHED_WHALES = 10
+_OUT = click.Path(dir_okay=False, path_type=Path)
 
 _EPILOG = (
     "Exit codes: 0 all ranks answered and what was asked is done; 1 error; 2 usage; 3 some rank did not answer "
@@ -65,7 +67,9 @@ def _show(replies: Sequence[Reply], lines: Sequence[str], content: object, as_js
     for reply in replies:
         if reply.answer is None:
             code = SILENT
-            click.echo(f"whalez: rank {reply.rank} did not answer ({reply.endpoint})", err=True)
+            why = f": {reply.why}" if reply.why else ""
+            where = f" ({reply.endpoint})" if reply.endpoint else ""
+            click.echo(f"whalez: rank {reply.rank} did not answer{where}{why}", err=True)
         elif isinstance(reply.answer, admin.NotDone):
             code = code or ERROR
             click.echo(f"whalez: rank {reply.rank}: {reply.answer.reason}", err=True)
@@ -78,7 +82,7 @@ def _show(replies: Sequence[Reply], lines: Sequence[str], content: object, as_js
 def status(ranks: Ranks, as_json: bool, sockets: bool) -> int:
     """One row per rank: state, launch and its age, requests, cache, records by seq."""
     replies = ranks.ask(lambda query_id: admin.AskStatus(query_id=query_id))
-    lines = views.table(views.STATUS_HEAD, views.status_rows(replies))
+    lines = [*views.table(views.STATUS_HEAD, views.status_rows(replies)), *views.trouble_lines(replies)]
     if sockets:
         lines += views.socket_lines(replies)
     return _show(replies, lines, views.as_json(replies), as_json)
@@ -144,9 +148,10 @@ def cancel(ranks: Ranks, as_json: bool, seq: int) -> int:
         raise RequestError(f"whale {seq} is {story.state} already")
     ranks.renew()
     poster, request_id = story.poster, story.request_id
+    is_open = story.state in ("gathering", "ready")  # then the sequencer can still call the gang off
     replies = ranks.ask(
         lambda query_id: admin.CancelWhale(query_id=query_id, seq=seq, request_id=request_id, poster=poster),
-        {0, poster},
+        {0, poster} if is_open else {poster},
     )
     return _show(replies, _ordered_lines(replies), views.as_json(replies), as_json)
 
@@ -157,7 +162,7 @@ def drain() -> None:
 
 
 @drain.command("all", epilog=_EPILOG)
-@click.option("--grace", "grace_s", default=30.0, show_default=True, type=click.FloatRange(0, 86400))
+@click.option("--grace", "grace_s", default=30.0, show_default=True, type=click.FloatRange(0, DRAIN_GRACE_S_MAX))
 @of_a_fleet
 def drain_all(ranks: Ranks, as_json: bool, grace_s: float) -> int:
     """No new requests; those that run have --grace seconds to end; then all ranks leave at one launch, with exit 0."""
@@ -175,13 +180,16 @@ def _ordered_lines(replies: Sequence[Reply]) -> list[str]:
 @of_a_fleet
 def watch(ranks: Ranks, as_json: bool, interval_s: float, times: int | None) -> int:
     """Status, whales and waits, live. With --json one object a line."""
+    from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
     code = OK
     live = None if as_json else Live(Text(""), auto_refresh=False)
     with live or contextlib.nullcontext():
-        for i in itertools.count(1):
+        for i in itertools.count() if times is None else range(times):
+            if i:
+                time.sleep(interval_s)
             ranks.renew()
             replies = ranks.ask(lambda query_id: admin.AskStatus(query_id=query_id))
             answering = {reply.rank for reply in replies if reply.answer is not None}
@@ -196,34 +204,39 @@ def watch(ranks: Ranks, as_json: bool, interval_s: float, times: int | None) -> 
                 }
                 click.echo(json.dumps(content))
             else:
-                lines = views.table(views.STATUS_HEAD, views.status_rows(replies))
-                lines += ["", *lives_lines(told[-_WATCHED_WHALES:], seen), "", *views.wait_lines(views.waits(rung))]
-                live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
-            if i == times:
-                return code
-            time.sleep(interval_s)
+                tables = [
+                    views.table(views.STATUS_HEAD, views.status_rows(replies)),
+                    ["", *lives_lines(told[-_WATCHED_WHALES:], seen), ""],
+                ]
+                status_table, whale_table = (Text("\n".join(t), no_wrap=True, overflow="ellipsis") for t in tables)
+                troubles = [*views.trouble_lines(replies), *views.silence_lines(replies)]
+                sentences = map(Text, (*troubles, *views.wait_lines(views.waits(rung))))
+                live.update(Group(status_table, whale_table, *sentences), refresh=True)
     return code
 
 
 @command.command(epilog=_EPILOG)
 @click.option("--run", "run_dir", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--last", default=20, show_default=True, type=click.IntRange(min=1), help="Launches to show.")
+@click.option("--last", default=20, show_default=True, type=click.IntRange(min=1), help="Launches to show, by time.")
 @click.option("--request", "request_id", help="Only launches of this request.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def trace(run_dir: Path, last: int, request_id: str | None, as_json: bool) -> int:
     """The last launches that prefilled something, from the trace files of a fleet that was started with --trace."""
-    lines = [line for line in launches.read_traces(run_dir) if request_id in (None, line["request_id"])]
-    kept = set(sorted({line["launch"] for line in lines})[-last:])
-    lines = [line for line in lines if line["launch"] in kept]
+    traces = launches.read_traces(run_dir)
+    lines = [line for line in traces.lines if request_id in (None, line["request_id"])]
+    kept = set(list(dict.fromkeys(map(launches.row_of, lines)))[-last:])
+    lines = [line for line in lines if launches.row_of(line) in kept]
     if as_json:
-        click.echo(json.dumps({"launches": lines}, indent=1))
+        click.echo(json.dumps({"launches": lines, "skipped": traces.skipped}, indent=1))
     else:
         click.echo("\n".join(views.table(launches.HEAD, launches.rows(lines))))
+    for name, count in traces.skipped.items():
+        click.echo(f"whalez: {name}: {count} lines are none of a trace", err=True)
     return OK
 
 
 @command.command(epilog=_EPILOG)
-@click.option("--out", default=Path("whalez-dump.tar.gz"), show_default=True, type=click.Path(path_type=Path))
+@click.option("--out", default=Path("whalez-dump.tar.gz"), show_default=True, type=_OUT)
 @click.option("--with-prompts", is_flag=True, help="Also token ids of running requests, and captures.")
 @of_a_fleet
 def dump(ranks: Ranks, as_json: bool, out: Path, with_prompts: bool) -> int:
@@ -237,26 +250,40 @@ def dump(ranks: Ranks, as_json: bool, out: Path, with_prompts: bool) -> int:
     if with_prompts:
         asked["prompts"] = lambda query_id: admin.AskPrompts(query_id=query_id)
     answers: dict[str, object] = {}
-    silent: dict[int, Reply] = {}
+    lacking: dict[int, Reply] = {}  # by rank: silent, or its prompts are not in the bundle
     for name, make in asked.items():
         ranks.renew()
-        replies = ranks.ask(make, set(ranks.endpoints) - set(silent))
-        silent |= {reply.rank: reply for reply in replies if reply.answer is None}
-        answers[name] = _prompts(replies) if name == "prompts" else views.as_json(replies)
+        silent = {rank for rank, reply in lacking.items() if reply.answer is None}
+        replies = ranks.ask(make, set(ranks.endpoints) - silent)
+        is_prompts = name == "prompts"  # which were asked for by name; a rank that is starting has no doorbells
+        answers[name] = _prompts(replies) if is_prompts else views.as_json(replies)
+        lacking |= {
+            reply.rank: reply
+            for reply in replies
+            if reply.answer is None or (is_prompts and isinstance(reply.answer, admin.NotDone))
+        }
     names = bundle.write_bundle(out, answers, ranks.run_dir, with_prompts=with_prompts)
-    content = {"out": str(out), "files": names, "silent": sorted(silent)}
-    return _show(list(silent.values()), [f"{out}: {len(names)} files", *names], content, as_json)
+    content = {
+        "out": str(out),
+        "files": names,
+        "silent": sorted(rank for rank, reply in lacking.items() if reply.answer is None),
+        "refused": {r: each.answer.reason for r, each in lacking.items() if isinstance(each.answer, admin.NotDone)},
+    }
+    return _show(list(lacking.values()), [f"{out}: {len(names)} files", *names], content, as_json)
 
 
 def _prompts(replies: Sequence[Reply]) -> object:
-    return {
-        reply.rank: {
-            request_id: list(struct.unpack(f"<{len(tokens) // 4}i", tokens))
-            for request_id, tokens in reply.answer.prompts.items()
-        }
-        for reply in replies
-        if isinstance(reply.answer, admin.Prompts)
-    }
+    """{rank: {request id: token ids}}; for a rank that gave none, why."""
+    told: dict[int, object] = {}
+    for reply in replies:
+        if isinstance(reply.answer, admin.Prompts):
+            told[reply.rank] = {
+                request_id: list(struct.unpack(f"<{len(tokens) // 4}i", tokens))
+                for request_id, tokens in reply.answer.prompts.items()
+            }
+        else:
+            told[reply.rank] = reply.answer.reason if isinstance(reply.answer, admin.NotDone) else "no answer"
+    return told
 
 
 @command.command("postmortem", epilog=_EPILOG)
@@ -264,10 +291,11 @@ def _prompts(replies: Sequence[Reply]) -> object:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def postmortem_command(folder: Path, as_json: bool) -> int:
     """Merge the post-mortem files of a run folder into one page that names the first cause."""
-    files, stale = postmortem.read_files(folder)
+    found = postmortem.read_files(folder)
     if as_json:
-        cause = dataclasses.asdict(postmortem.first_cause(files))
-        click.echo(json.dumps({"cause": cause, "stale": stale, "files": files}, indent=1))
+        cause = dataclasses.asdict(postmortem.first_cause(found.files, found.broken))
+        content = {"cause": cause, "stale": list(found.stale), "broken": found.broken, "files": found.files}
+        click.echo(json.dumps(content, indent=1))
     else:
-        click.echo("\n".join(postmortem.page(folder, files, stale)))
+        click.echo("\n".join(postmortem.page(folder, found)))
     return OK

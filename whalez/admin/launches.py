@@ -2,40 +2,78 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from whalez.errors import ConfigError
 
+_NAME = re.compile(r"trace-(\d{1,5})\.jsonl")
 HEAD = ("launch", "kind", "seq", "request", "ranks", "rows", "slowest", "seconds", "its phases")
 
 
-def read_traces(folder: Path) -> list[dict[str, Any]]:
-    """Every line of every rank's trace, with its rank, ascending launch. Raises ConfigError if there is no trace."""
-    lines = []
-    paths = sorted(folder.glob("trace-*.jsonl"))
-    for path in paths:
-        match = re.fullmatch(r"trace-(\d+)\.jsonl", path.name)
-        if match is None:
-            continue
-        for text in path.read_text().splitlines():
-            try:
-                lines.append({"rank": int(match[1]), **json.loads(text)})
-            except ValueError:  # the line that is being written
-                continue
+class _Line(msgspec.Struct):
+    """What is read here of a line."""
+
+    launch: int
+    kind: str
+    seq: int | None
+    request_id: str
+    rows: int
+    took_s: float
+    wall_s: float
+    phases: dict[str, float]
+
+
+class Traces(NamedTuple):
+    """What stands in the trace files of a run folder."""
+
+    lines: list[dict[str, Any]]  #: with their ranks; a row's lines together (see `row_of`), rows in order of time
+    skipped: dict[str, int]  #: file name -> lines that are none; the last may be one that is being written
+
+
+def read_traces(folder: Path) -> Traces:
+    """Raises ConfigError if there is no trace, or one that cannot be read."""
+    lines: list[dict[str, Any]] = []
+    skipped: dict[str, int] = {}
+    paths = [(path, match) for path in folder.glob("trace-*.jsonl") if (match := _NAME.fullmatch(path.name))]
     if not paths:
         raise ConfigError(f"{folder}: no trace-<rank>.jsonl in it; start the fleet with --trace")
-    return sorted(lines, key=lambda line: (line["launch"], line["rank"]))
+    for path, match in sorted(paths):
+        try:
+            texts = path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        for text in texts:
+            try:
+                line = msgspec.json.decode(text)
+                msgspec.convert(line, _Line)
+            except (ValueError, RecursionError):
+                skipped[path.name] = skipped.get(path.name, 0) + 1
+                continue
+            lines.append({**line, "rank": int(match[1])})
+    # Launches count from 0 in every world that writes into the files, so their numbers give no order.
+    begins: dict[tuple[int, str], float] = {}
+    for line in lines:
+        row = row_of(line)
+        begins[row] = min(line["wall_s"], begins.get(row, line["wall_s"]))
+    lines.sort(key=lambda line: (begins[row_of(line)], row_of(line), line["rank"]))
+    return Traces(lines, skipped)
+
+
+def row_of(line: Mapping[str, Any]) -> tuple[int, str]:
+    """Launch and request, which all members' lines of a superstep share."""
+    return line["launch"], line["request_id"]
 
 
 def rows(lines: Sequence[dict[str, Any]]) -> list[list[object]]:
-    """One row per launch and request; in a superstep all members' lines are one row."""
+    """One row per launch and request, in the order of the lines; in a superstep all members' lines are one row."""
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault((line["launch"], line["request_id"]), []).append(line)
+        groups.setdefault(row_of(line), []).append(line)
     return [_row(group) for group in groups.values()]
 
 

@@ -10,17 +10,20 @@ from the earliest file to the rank it names, from that rank's file to whom it na
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from whalez.admin.views import table
 from whalez.errors import ConfigError
 
 _DEATH = "PeerDied"
+_ONE_START_S = 900.0  #: more than a start may take; ranks that fail in one do so within it
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 _LOG_TAIL_LINES = 3
 _STORY_LINES = 8
 
@@ -34,27 +37,93 @@ class Cause:
     chain: tuple[str, ...]  #: how one gets there, a sentence per step
 
 
-def read_files(folder: Path) -> tuple[dict[int, dict[str, Any]], list[int]]:
-    """Rank -> its file, of the last failure; and ranks whose files are of an earlier start of a fleet.
+class _Wait(msgspec.Struct):
+    peer: int | None = None
+    kind: str = ""
+    value: int = 0
 
-    Raises: ConfigError for a folder without a file, or for one that is no post-mortem.
-    """
-    files: dict[int, dict[str, Any]] = {}
+
+class _Moment(msgspec.Struct):
+    what: str
+
+
+class _Life(msgspec.Struct):
+    seq: int
+    request_id: str
+    launch: int | None = None
+    moments: list[_Moment] = []
+
+
+class _File(msgspec.Struct):
+    """What is read here of a file; a rank of another version, or a disk that was full, may have written anything."""
+
+    rank: _Rank
+    error: str
+    message: str
+    world: _Rank = 0
+    fleet_id: str = ""
+    incarnation: str = ""
+    incarnations: list[str] = []
+    at_wall_s: Annotated[float, msgspec.Meta(ge=0, le=1e11)] = 0.0
+    blames: _Rank | None = None
+    launch: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    waiting_for: _Wait | None = None
+    traceback: str = ""
+    story: list[list[Any]] = []
+    whales: list[_Life] = []
+
+
+class Found(NamedTuple):
+    """The files of a run folder."""
+
+    files: dict[int, dict[str, Any]]  #: rank -> its file, of the last failure
+    stale: dict[int, dict[str, Any]]  #: rank -> its file, of another failure before that one
+    broken: dict[str, str]  #: name of a file -> why it cannot be read
+
+
+def read_files(folder: Path) -> Found:
+    """Raises ConfigError for a folder without a file that can be read; it names the folders of earlier worlds."""
+    told: dict[int, dict[str, Any]] = {}
+    broken: dict[str, str] = {}
     for path in sorted(folder.glob("post-mortem-*.json")):
         try:
-            told = json.loads(path.read_bytes())
-            files[int(told["rank"])] = told
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: not a post-mortem: {type(error).__name__}: {error}") from None
-    if not files:
-        raise ConfigError(f"{folder}: no post-mortem-<rank>.json in it")
-    last = max(files.values(), key=_when)
-    stale = [rank for rank, told in files.items() if told.get("fleet_id") != last.get("fleet_id")]
-    return {rank: told for rank, told in files.items() if rank not in stale}, stale
+            each = msgspec.json.decode(path.read_bytes())
+            rank = msgspec.convert(each, _File).rank
+            if path.name != f"post-mortem-{rank}.json":
+                raise ValueError(f"it is rank {rank}'s")
+            told[rank] = each
+        except (OSError, ValueError, RecursionError) as error:
+            broken[path.name] = f"{type(error).__name__}: {error}"
+    if not told:
+        why = "".join(f"; {name}: not a post-mortem: {reason}" for name, reason in broken.items())
+        earlier = sorted({path.parent.name for path in folder.glob("world-*/post-mortem-*.json")}, key=_natural)
+        if earlier:
+            why += f"; worlds that failed before left theirs in {', '.join(str(folder / name) for name in earlier)}"
+        raise ConfigError(f"{folder}: no post-mortem-<rank>.json in it{why}")
+    last = max(told.values(), key=_when)
+    files = {rank: each for rank, each in told.items() if _is_of_one_failure(each, last)}
+    return Found(files, {rank: each for rank, each in told.items() if rank not in files}, broken)
 
 
-def first_cause(files: Mapping[int, Mapping[str, Any]]) -> Cause:
-    """Follow the blame from the earliest file to its end."""
+def _is_of_one_failure(told: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
+    """Whether two ranks were of one world. Starts by hand share the fleet's id, so the incarnations decide: a rank
+    that had heard of all others names them. Two that had not are of one failed start if little time lies between."""
+    if told.get("fleet_id") != last.get("fleet_id"):
+        return False
+    for one, other in ((last, told), (told, last)):
+        if one.get("incarnations"):
+            return other.get("incarnation") in one["incarnations"]
+    return _when(last) - _when(told) <= _ONE_START_S
+
+
+def _natural(name: str) -> tuple[int, str]:
+    return len(name), name
+
+
+def first_cause(files: Mapping[int, Mapping[str, Any]], broken: Collection[str] = ()) -> Cause:
+    """Follow the blame from the earliest file to its end. `broken`: names of files that cannot be read."""
     at = int(min(files.values(), key=_when)["rank"])
     chain: list[str] = []
     path: list[int] = []
@@ -62,12 +131,14 @@ def first_cause(files: Mapping[int, Mapping[str, Any]]) -> Cause:
         told = files.get(at)
         if told is None:
             text = f"rank {at} left no post-mortem: it was killed, or stopped, or its machine is gone"
+            if f"post-mortem-{at}.json" in broken:
+                text = f"rank {at} left a post-mortem that cannot be read"
             says = [str(each["message"]) for each in sorted(files.values(), key=_when) if each.get("blames") == at]
             return Cause((at,), f"{text} ({says[0]})", tuple(chain))
         chain.append(f"rank {at} says: {told['error']}: {told['message']}")
         path.append(at)
         blamed = told.get("blames")
-        if blamed is None:
+        if blamed is None or blamed == at:
             return Cause((at,), f"rank {at} failed by itself: {told['error']}: {told['message']}", tuple(chain))
         if told["error"] == _DEATH and blamed in path:
             text = f"rank {at} did not get on; it is waited for, and heard only that rank {blamed} had ended"
@@ -78,9 +149,10 @@ def first_cause(files: Mapping[int, Mapping[str, Any]]) -> Cause:
     return Cause(tuple(circle), f"ranks {names} wait for each other in a circle", tuple(chain))
 
 
-def page(folder: Path, files: Mapping[int, Mapping[str, Any]], stale: Sequence[int]) -> list[str]:
+def page(folder: Path, found: Found) -> list[str]:
     """The whole of it as Markdown."""
-    cause = first_cause(files)
+    files, stale, broken = found
+    cause = first_cause(files, broken)
     begin = min(_when(told) for told in files.values())
     world = max((int(told.get("world", 0)) for told in files.values()), default=0)
     lines = [f"# Post-mortem of {folder}", "", f"**First cause: {cause.text}**", ""]
@@ -88,10 +160,11 @@ def page(folder: Path, files: Mapping[int, Mapping[str, Any]], stale: Sequence[i
     missing = sorted(set(range(world)) - set(files))
     if missing:
         lines += ["", f"No file of this failure from rank {', '.join(map(str, missing))}."]
+    lines += [f"\n{name} cannot be read: {reason}." for name, reason in broken.items()]
     if stale:
-        lines += ["", f"Left out, of an earlier start: rank {', '.join(map(str, sorted(stale)))}."]
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin)) if begin else "unknown time"
-    lines += ["", f"## What the ranks say (the first at {clock})", "", "```"]
+        who = ", ".join(f"rank {rank} ({_clock(_when(told))})" for rank, told in sorted(stale.items()))
+        lines += ["", f"Left out, of another failure than the last one: {who}."]
+    lines += ["", f"## What the ranks say (the first at {_clock(begin)})", "", "```"]
     rows = [_row(told, begin) for told in sorted(files.values(), key=_when)]
     lines += [*table(("rank", "after", "launch", "waits for", "run", "wait", "error"), rows), "```"]
     lines += _whale_lines(files)
@@ -103,13 +176,19 @@ def page(folder: Path, files: Mapping[int, Mapping[str, Any]], stale: Sequence[i
     return lines
 
 
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else "unknown time"
+
+
 def _when(told: Mapping[str, Any]) -> float:
     return float(told.get("at_wall_s", 0.0))
 
 
 def _row(told: Mapping[str, Any], begin: float) -> list[object]:
     wait = told.get("waiting_for") or {}
-    awaited = "-" if wait.get("peer") is None else f"rank {wait['peer']} {wait['kind']} {wait['value']:#x}"
+    awaited = (
+        "-" if wait.get("peer") is None else f"rank {wait['peer']} {wait.get('kind', '')} {wait.get('value', 0):#x}"
+    )
     return [
         told["rank"],
         f"+{_when(told) - begin:.3f}s",

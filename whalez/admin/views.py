@@ -1,4 +1,4 @@
-"""Answers -> rows of text. What is shown here is all there is to `--json`, too, with the numbers left as numbers."""
+"""Answers -> rows of text. `--json` has every answer as it came, so all that is shown here and more."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def as_json(replies: Sequence[Reply]) -> dict[str, Any]:
-    """{"ranks": [one object per rank; "answer" is null for one that gave none], "silent": [ranks]}"""
+    """{"ranks": [one object per rank; "answer" is null for one that gave none], "silent": [ranks without an answer]}"""
     return {
         "ranks": [
-            {"rank": reply.rank, "endpoint": reply.endpoint, "answer": msgspec.to_builtins(reply.answer)}
+            {
+                "rank": reply.rank,
+                "endpoint": reply.endpoint,
+                "answer": msgspec.to_builtins(reply.answer),
+                "why": reply.why,
+            }
             for reply in replies
         ],
         "silent": [reply.rank for reply in replies if reply.answer is None],
@@ -33,14 +38,36 @@ def as_json(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 # ---- status -------------------------------------------------------------------------------------------------------
+#: What changes stands in front: a narrow terminal shows the beginning of a line.
 STATUS_HEAD = (
-    *("rank", "state", "launch", "age", "run", "wait", "cache", "records", "device", "transport", "pid"),
-    *("incarnation", "trouble"),
+    *("rank", "state", "launch", "age", "run", "wait", "cache", "records", "slips", "slept", "device", "transport"),
+    *("pid", "incarnation"),
 )
 
 
 def status_rows(replies: Sequence[Reply]) -> list[list[object]]:
     return [_status_row(reply) for reply in replies]
+
+
+def trouble_lines(replies: Sequence[Reply]) -> list[str]:
+    """A sentence per rank that is in trouble, and one per rank that let something not through at its ports.
+
+    Connections that ended are counted, too, but most of them ended in peace.
+    """
+    told = [(reply.rank, reply.answer.health) for reply in replies if isinstance(reply.answer, admin.RankStatus)]
+    lines = [f"rank {rank}: {health.trouble}" for rank, health in told if health.trouble]
+    for rank, health in told:
+        kinds = {
+            kind: count for kind, count in health.dropped.items() if count and not kind.endswith("_ended_connections")
+        }
+        if kinds:
+            lines.append(f"rank {rank} dropped: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
+    return lines
+
+
+def silence_lines(replies: Sequence[Reply]) -> list[str]:
+    """Ranks that gave no answer, and why where that is known."""
+    return [f"rank {reply.rank} did not answer: {reply.why}" for reply in replies if reply.why]
 
 
 def _status_row(reply: Reply) -> list[object]:
@@ -58,11 +85,12 @@ def _status_row(reply: Reply) -> list[object]:
         health.waiting,
         f"{health.cache_used}/{health.cache_total}",
         records or NONE,
+        answer.slips_total,
+        answer.launches_with_sleep,
         answer.device,
         answer.transport,
         health.pid,
         health.incarnation,
-        health.trouble or NONE,
     ]
 
 

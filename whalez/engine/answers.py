@@ -15,11 +15,13 @@ from typing import Any
 
 from whalez.clock import now_ns
 from whalez.engine.health import Health
+from whalez.engine.loop import Loop
 from whalez.fabric.doorbell import BELL_KINDS, place_of
 from whalez.fabric.layout import SlabLayout
 from whalez.hub import admin
 from whalez.rendezvous.lives import WatchedSequencer
-from whalez.rendezvous.messages import SlabEntry
+from whalez.rendezvous.messages import DRAIN_GRACE_S_MAX, SlabEntry
+from whalez.rendezvous.sequencer import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,6 @@ class Answers:
         self.mapped: tuple[int, ...] = ()  #: ranks whose slab is mapped here
         self.sequencer: WatchedSequencer | None = None  #: rank 0 only
         self.withdraw: Callable[[int, str], None] | None = None  #: rank 0 only: cancel a post at the sequencer
-        self.bad_frames_total: Callable[[], int] = lambda: 0
 
     def answer(self, query: admin.AdminQuery) -> admin.AdminAnswer:
         """Raises nothing a query can provoke: what cannot be answered is a NotDone."""
@@ -92,7 +93,6 @@ class Answers:
             ),
             endpoints=self._endpoints(),
             sockets=facts.sockets,
-            bad_frames_total=self.bad_frames_total(),
         )
 
     def _endpoints(self) -> tuple[str, ...]:
@@ -197,31 +197,70 @@ class Answers:
 
     def _cancel(self, query: admin.CancelWhale) -> admin.AdminAnswer:
         """The sequencer calls the gang off at once if it is not committed; the poster's loop ends the request."""
+        own, world = self._facts.rank, self._layout.world
+        if not 0 <= query.poster < world:
+            return self._not_done(query.query_id, f"poster: expected 0 to {world - 1}, got {query.poster}")
         loop = self._health.loop
-        done = []
-        if self.withdraw is not None:
-            self.withdraw(query.poster, query.request_id)
-            done.append("withdrawn at the sequencer")
-        if loop is not None and query.poster == self._facts.rank:
-            loop.order(query)
-            done.append(f"request {query.request_id} ends at this rank's next boundary")
+        if reason := self._obeys_nothing(loop):
+            return self._not_done(query.query_id, reason)
+        assert loop is not None
+        done, why = [], []
+        if self.withdraw is not None and self.sequencer is not None:
+            if reason := _why_not_withdrawn(self.sequencer.sequencer.records, query):
+                why.append(reason)
+            else:
+                self.withdraw(query.poster, query.request_id)
+                done.append(f"the sequencer calls whale {query.seq} off")
+        if query.poster == own:
+            if any(life.seq == query.seq and life.request_id != query.request_id for life in loop.whales.lives):
+                why.append(f"whale {query.seq} is for another request than {query.request_id[:80]!r}")
+            elif not loop.serves(query.request_id):
+                why.append(f"rank {own} serves no request {query.request_id[:80]!r}")
+            else:
+                loop.order(query)
+                done.append(f"request {query.request_id[:80]} ends at this rank's next boundary")
         if not done:
-            return self._not_done(query.query_id, f"rank {self._facts.rank} is neither its poster nor rank 0")
-        return admin.Ordered(query_id=query.query_id, rank=self._facts.rank, what=", ".join(done))
+            why = why or [f"rank {own} is neither its poster nor rank 0"]
+            return self._not_done(query.query_id, ", ".join(why))
+        return admin.Ordered(query_id=query.query_id, rank=own, what=", ".join((*done, *why)))
 
     def _drain(self, query: admin.DrainFleet) -> admin.AdminAnswer:
         loop = self._health.loop
-        if loop is None:
-            return self._not_done(query.query_id, "the rank is starting")
-        if not query.grace_s >= 0:
-            return self._not_done(query.query_id, f"grace_s: expected 0 or more seconds, got {query.grace_s}")
+        if not 0 <= query.grace_s <= DRAIN_GRACE_S_MAX:
+            reason = f"grace_s: expected 0 to {DRAIN_GRACE_S_MAX:g} seconds, got {query.grace_s:g}"
+            return self._not_done(query.query_id, reason)
+        if reason := self._obeys_nothing(loop):
+            return self._not_done(query.query_id, reason)
+        assert loop is not None
         loop.order(query)
         return admin.Ordered(
             query_id=query.query_id, rank=self._facts.rank, what=f"the fleet drains, {query.grace_s:g} s at most"
         )
 
+    def _obeys_nothing(self, loop: Loop | None) -> str:
+        """Why nothing follows from an order to this rank's loop, or ""."""
+        if loop is None:
+            return "the rank is starting"
+        if self._health.failure:
+            return f"rank {self._facts.rank} has failed and launches no more"
+        if loop.state == "stopping":
+            return f"rank {self._facts.rank} has run the world's last launch and leaves"
+        return ""
+
     def _not_done(self, query_id: str, reason: str) -> admin.NotDone:
         return admin.NotDone(query_id=query_id, rank=self._facts.rank, reason=reason)
+
+
+def _why_not_withdrawn(records: tuple[Record, ...], query: admin.CancelWhale) -> str:
+    """Why the sequencer has nothing to call off, or ""."""
+    record = next((each for each in records if each.seq == query.seq), None)
+    if record is None:
+        return f"whale {query.seq} is over, or never was"
+    if (record.post.rank, record.post.request_id) != (query.poster, query.request_id):
+        return f"whale {query.seq} is for another request than {query.request_id[:80]!r} of rank {query.poster}"
+    if not record.is_open:
+        return f"whale {query.seq} is committed and runs to its end, for nobody"
+    return ""
 
 
 def as_dict(options: Any) -> dict[str, int]:

@@ -65,7 +65,7 @@ BYE_S = 2.0  # how long a leaving rank waits for the others' last word
 
 
 class Loop:
-    """One rank's engine. Everything but `submit`, `order`, `drain` and the read-only fields belongs to one thread."""
+    """One rank's engine. What is not said to be any thread's, or read only, belongs to one thread."""
 
     def __init__(
         self,
@@ -145,6 +145,10 @@ class Loop:
     def prompts(self) -> dict[str, bytes]:
         """Token ids of the requests being served, int32 little endian, by request id."""
         return {live.request_id: live.submit.tokens for live in tuple(self._live.values())}
+
+    def serves(self, request_id: str) -> bool:
+        """Whether the loop has taken this request and not ended it. Any thread."""
+        return request_id in self._live
 
     @property
     def submitted_count(self) -> int:

@@ -81,7 +81,7 @@ class Capture:
 
 
 def write_post_mortem(run_dir: Path, rank: int, record: Mapping[str, Any]) -> Path:
-    """RUN/post-mortem-<rank>.json: what this rank knew when it stopped. Readers never see half a file."""
+    """RUN/post-mortem-<rank>.json: what this rank knew when it stopped; readers never see half a file."""
     path = run_dir / f"post-mortem-{rank}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record, indent=2, default=str) + "\n")

@@ -140,7 +140,7 @@ def _check_ipc(address: str, peers_elsewhere: bool) -> None:
     if peers_elsewhere:
         raise HubError(f"{address}: ipc reaches only this machine, but ranks run on others; {_own_hint()}")
     if path.startswith("@"):
-        return
+        raise HubError(f"{address}: an abstract socket has no file whose mode keeps others out; give ipc:///path")
     if len(os.fsencode(path)) > IPC_PATH_BYTES_MAX:
         raise HubError(f"{address}: path of {len(os.fsencode(path))} bytes, a socket's may have {IPC_PATH_BYTES_MAX}")
     folder = os.path.dirname(path) or "."

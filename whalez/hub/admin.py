@@ -40,15 +40,16 @@ class AskSlabs(AdminQuery, frozen=True):
 
 
 class AskDoorbells(AdminQuery, frozen=True):
-    """-> Doorbells"""
+    """-> Doorbells, else NotDone"""
 
 
 class AskPrompts(GuardedQuery, frozen=True):
-    """-> Prompts"""
+    """-> Prompts, else NotDone"""
 
 
 class CancelWhale(GuardedQuery, frozen=True):
-    """End this whale and the request it is for. -> Ordered, from the rank that serves the request; else NotDone."""
+    """End this whale and the request it is for. -> Ordered, from the rank that serves the request and, while the whale
+    is not committed, from rank 0; else NotDone"""
 
     seq: int
     request_id: str
@@ -56,9 +57,9 @@ class CancelWhale(GuardedQuery, frozen=True):
 
 
 class DrainFleet(GuardedQuery, frozen=True):
-    """No new requests, at most `grace_s` for those that run, then all ranks leave. -> Ordered"""
+    """No new requests, at most `grace_s` for those that run, then all ranks leave. -> Ordered, else NotDone"""
 
-    grace_s: float
+    grace_s: float  #: 0 to DRAIN_GRACE_S_MAX
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------
@@ -76,7 +77,8 @@ class NotDone(AdminAnswer, frozen=True):
 
 
 class Ordered(AdminAnswer, frozen=True):
-    """The wish is in the loop's inbox, which it looks into at its next launch boundary."""
+    """Something follows: the wish is in the loop's inbox, which it looks into at its next launch boundary, or in the
+    sequencer's."""
 
     what: str
 
@@ -103,7 +105,6 @@ class RankStatus(AdminAnswer, frozen=True):
     records: tuple[RecordLine, ...]
     endpoints: tuple[str, ...]  #: admin sockets in rank order; "" for one that has not been told
     sockets: dict[str, dict[str, int]]  #: options by socket, as configured
-    bad_frames_total: int  #: frames of no protocol of ours, at every socket of this rank
 
 
 class SequencerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,3 +193,14 @@ class Prompts(AdminAnswer, frozen=True):
 
 Query = AskStatus | AskWhales | AskSlabs | AskDoorbells | AskPrompts | CancelWhale | DrainFleet
 Answer = NotDone | Ordered | RankStatus | Whales | Slabs | Doorbells | Prompts
+
+#: What answers a query, if not a NotDone does.
+ANSWERS: dict[type[AdminQuery], type[AdminAnswer]] = {
+    AskStatus: RankStatus,
+    AskWhales: Whales,
+    AskSlabs: Slabs,
+    AskDoorbells: Doorbells,
+    AskPrompts: Prompts,
+    CancelWhale: Ordered,
+    DrainFleet: Ordered,
+}

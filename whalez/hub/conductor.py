@@ -11,6 +11,7 @@ death of the rank that broke it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from whalez.rendezvous.messages import (
     WorldStarts,
 )
 
+_log = logging.getLogger(__name__)
 _REFUSED_MAX = 4096
 
 
@@ -114,10 +116,15 @@ class Conductor:
         return self._run(self._sequencer.step(Tick(), now_ns, launch))
 
     def order(self, event: Any, now_ns: int, launch: int) -> list[Out]:
-        """An event of rank 0's own process for the sequencer, e.g. StopWanted. Ignored before the world runs."""
+        """An event of rank 0's own process for the sequencer, e.g. StopWanted. Ignored before the world runs, and if it
+        is one that the machine has no row for: no order may cost a world, whoever gave it."""
         if not self.has_started or self.failure is not None:
             return []
-        return self._run(self._sequencer.step(event, now_ns, launch))
+        try:
+            return self._run(self._sequencer.step(event, now_ns, launch))
+        except ProtocolError as error:
+            _log.error("an order was ignored: %s", error)
+            return []
 
     def gone(self, incarnation: str, how: str, now_ns: int, launch: int) -> list[Out]:
         """A process has ended or is silent. Before the table is complete that only frees its place."""

@@ -186,7 +186,7 @@ def _why_refused(event: int, value: int, has_keys: bool) -> str:
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return "it shows no key" if has_keys else "it wants keys, and this end has none"
         if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            return "it takes this hub for another one (hub.key differs)"
+            return "it takes this socket for another one (hub.key or, at an admin socket, the rank's key differs)"
         return f"it does not speak the protocol ({value:#x})"
     perhaps = "it shows no key" if has_keys else "it wants keys, and this end has none"
     return f"it left during the handshake or did not finish in time; perhaps {perhaps}"

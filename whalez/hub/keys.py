@@ -25,7 +25,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from whalez.errors import ConfigError
+from whalez.errors import ConfigError, OutputError
 
 NAMES = ("hub", "rank", "admin")
 ALLOWED = {"rank": "ranks", "admin": "admins"}  #: whose public key is in which allow-list
@@ -57,6 +57,15 @@ class Keys:
         return self.pairs[name]
 
     @property
+    def asking_pair(self) -> KeyPair:
+        """What the admin tool shows a rank: an admin's key if here, else a rank's. Raises ConfigError without both."""
+        pair = self.pairs.get("admin") or self.pairs.get("rank")
+        if pair is None:
+            names = " nor ".join(str(_secret_path(self.folder, name)) for name in ("admin", "rank"))
+            raise ConfigError(f"keys: neither {names} is there; whoever asks a rank shows one of them")
+        return pair
+
+    @property
     def rank_public(self) -> bytes:
         """What a rank's admin socket is known by. Raises ConfigError where neither its pair nor one allowed key is."""
         if "rank" in self.pairs:
@@ -71,22 +80,30 @@ class Keys:
 def make_keys(folder: Path) -> list[Path]:
     """Fill `folder` with new keys for one fleet; return the files. Secret ones have mode 0600.
 
-    Raises: ConfigError naming a file that exists already; nothing is written then.
+    Raises: ConfigError naming a file that exists already, or a folder that is there and open to others; OutputError
+        for one that cannot be made. No key is written then.
     """
     for place in (folder, *(folder / each for each in ALLOWED.values())):
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(place, error) from None
+        _refuse_writable(place)
     files = {f"{name}.key_secret": _secret_path(folder, name) for name in NAMES}
     files |= {f"{name}.key": folder / ALLOWED.get(name, "") / f"{name}.key" for name in NAMES}
     for path in files.values():
         if path.exists():
             raise ConfigError(f"{path}: exists already; new keys go into another folder")
-    with tempfile.TemporaryDirectory(dir=folder) as fresh:  # for our eyes only, before any mode is set
-        for name in NAMES:
-            zmq.auth.create_certificates(fresh, name)
-        for written, path in files.items():
-            made = Path(fresh) / written
-            made.chmod(0o600 if path.suffix == ".key_secret" else 0o644)
-            made.rename(path)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:  # for our eyes only, before any mode is set
+            for name in NAMES:
+                zmq.auth.create_certificates(fresh, name)
+            for written, path in files.items():
+                made = Path(fresh) / written
+                made.chmod(0o600 if path.suffix == ".key_secret" else 0o644)
+                made.rename(path)
+    except OSError as error:
+        raise OutputError(folder, error) from None
     return list(files.values())
 
 

@@ -29,7 +29,6 @@ class Liveness(Generic[K]):
         self._overslept_ns = overslept_ns
         self._heard_ns: dict[K, int] = {}
         self._looked_ns: int | None = None
-        self.overslept_total = 0
 
     def heard(self, peer: K, now_ns: int) -> None:
         """A sign of life; the first one starts the watch."""
@@ -46,7 +45,6 @@ class Liveness(Generic[K]):
         overslept = self._looked_ns is not None and now_ns - self._looked_ns > self._overslept_ns
         self._looked_ns = now_ns
         if overslept:
-            self.overslept_total += 1
             for peer in self._heard_ns:
                 self._heard_ns[peer] = now_ns
             return []

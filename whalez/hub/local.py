@@ -1,4 +1,4 @@
-"""The hub inside one process: the contract of `interface.py` without a byte on a wire. For tests and simulations.
+"""The hub inside one process: the contract of `interface.py` without a byte on a wire. For tests.
 
 Every call runs the centre (`conductor.py`) at once, in the caller's thread and under one lock, so nothing is in flight
 when it returns.

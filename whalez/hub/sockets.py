@@ -26,6 +26,7 @@ from whalez.hub import wire
 from whalez.hub.address import ipc_path, is_ipv6
 
 CONTEXT_IO_THREADS = 1
+FRAMES_PER_TURN = 64  #: that a thread reads from a socket before it looks at its others: a flood must not starve beats
 
 
 @dataclass(frozen=True, slots=True)

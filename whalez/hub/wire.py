@@ -31,7 +31,8 @@ PROMPT_TOKENS_MAX = 1 << 22
 TOKENS_BYTES_MAX = 4 * PROMPT_TOKENS_MAX
 INCARNATION_BYTES_MAX = 64
 OFFER_BYTES_MAX = 1 << 16  #: one rank's part of a gather; those of 256 ranks fit into a frame
-TEXT_BYTES_MAX = 1 << 16
+TEXT_CHARS_MAX = 1 << 16  #: of one text
+MAP_ENTRIES_MAX = 1 << 16
 ITEMS_MAX = 1 << 22  #: entries of one list; Done returns its tokens as one
 INT_MAX = (1 << 63) - 1
 #: A prompt at the cap and what stands around it.
@@ -250,8 +251,8 @@ def _check(value: Any, where: str, least: int) -> None:
         if not math.isfinite(value) or value < least:
             raise WireError(f"{where}: {value} is out of range or not finite")
     elif isinstance(value, str):
-        if len(value) > TEXT_BYTES_MAX:
-            raise WireError(f"{where}: text of {len(value)} characters, at most {TEXT_BYTES_MAX} allowed")
+        if len(value) > TEXT_CHARS_MAX:
+            raise WireError(f"{where}: text of {len(value)} characters, at most {TEXT_CHARS_MAX} allowed")
     elif isinstance(value, bytes):
         limit = OFFER_BYTES_MAX if where in ("Offer.data", "Offers.parts") else TOKENS_BYTES_MAX
         if len(value) > limit:
@@ -267,8 +268,8 @@ def _check(value: Any, where: str, least: int) -> None:
         for item in value:
             _check(item, where, least)
     elif isinstance(value, dict):
-        if len(value) > TEXT_BYTES_MAX:
-            raise WireError(f"{where}: {len(value)} entries, at most {TEXT_BYTES_MAX} allowed")
+        if len(value) > MAP_ENTRIES_MAX:
+            raise WireError(f"{where}: {len(value)} entries, at most {MAP_ENTRIES_MAX} allowed")
         for key, item in value.items():
             _check(key, where, least)
             _check(item, where, least)

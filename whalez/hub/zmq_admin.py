@@ -11,21 +11,21 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from whalez.clock import now_ns
 from whalez.errors import WireError
 from whalez.hub import sockets, wire
 from whalez.hub.address import check_bind, is_of_this_machine
 from whalez.hub.admin import AdminAnswer, AdminQuery, GuardedQuery, NotDone
-from whalez.hub.keys import Keys, secure_client, secure_server, sender_key
+from whalez.hub.connections import Knock, listen
+from whalez.hub.keys import Keys, secure_client, sender_key
 from whalez.hub.processes import Wake
 from whalez.hub.sockets import SocketOptions
 
 _log = logging.getLogger(__name__)
-_FRAMES_PER_TURN = 64
 ADMIN_OPTIONS = SocketOptions(message_bytes_max=wire.ADMIN_BYTES_MAX, linger_ms=100)
 
 
@@ -45,7 +45,7 @@ def refusal(query: AdminQuery, address: str, keys: Keys | None = None, sender: b
 
 
 class AdminServer:
-    """A rank's end. Owns: a thread and the socket at `address`. Closed by: `close`, which blocks at most 1 s."""
+    """A rank's end. Owns: a thread, the socket at `address`, its door. Closed by: `close`, which blocks at most 1 s."""
 
     def __init__(
         self,
@@ -68,19 +68,27 @@ class AdminServer:
         self._rank = rank
         self._answer = answer
         self._keys = keys
-        self._gate: ThreadAuthenticator | None = None
+        pair = None if keys is None else keys.pair("rank")
+        allow = frozenset() if keys is None or pair is None else {pair.public} | keys.ranks | keys.admins
         self._context = sockets.make_context()
         try:
-            self._router = sockets.bind(self._context, address, options, self._secure)
+            self._router, self._door = listen(self._context, address, options, pair, allow)
         except BaseException:
-            self._stop_gate()
             self._context.destroy(linger=0)
             raise
         self._wake = Wake()
         self._is_closing = False
-        self.bad_frames_total = 0  #: frames that were no query of this protocol; counted and dropped
+        self._bad_frames = 0
         self._thread = threading.Thread(target=self._run, name="admin", daemon=True)
         self._thread.start()
+
+    def dropped(self) -> dict[str, int]:
+        """What came to the socket and was not let through, by kind."""
+        return {
+            "admin_bad_frames": self._bad_frames,
+            "admin_refused_connections": self._door.refused_total,
+            "admin_ended_connections": self._door.ended_total,
+        }
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -90,38 +98,32 @@ class AdminServer:
         self._wake.set()
         self._thread.join(1.0)
         if not self._thread.is_alive():
-            self._stop_gate()
             self._context.destroy()
             self._wake.close()
-
-    def _secure(self, router: zmq.Socket[bytes]) -> None:
-        if self._keys is not None:
-            pair = self._keys.pair("rank")
-            self._gate = secure_server(router, pair, {pair.public} | self._keys.ranks | self._keys.admins)
-
-    def _stop_gate(self) -> None:
-        if self._gate is not None:
-            self._gate.stop()
 
     # ---- the thread --------------------------------------------------------------------------------------------
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._door.events, zmq.POLLIN)
         poller.register(self._wake.fd, zmq.POLLIN)
         try:
             while not self._is_closing:
                 ready = dict(poller.poll())
                 if self._wake.fd in ready:
                     self._wake.clear()
+                if self._door.events in ready:
+                    self._door.read()
                 if self._router in ready:
                     self._read()
         except Exception:
             _log.exception("the admin socket at %s ended", self._address)  # operators see it fall silent
         finally:
+            self._door.close()
             self._router.close()
 
     def _read(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -131,12 +133,12 @@ class AdminServer:
                     raise WireError(f"{len(frames)} parts")
                 query = wire.decode_admin(frames[1].bytes)
             except WireError:
-                self.bad_frames_total += 1
+                self._bad_frames += 1
                 continue
             if isinstance(query, AdminQuery):
                 self._reply(frames[0].bytes, query, sender_key(frames[1]))
             else:
-                self.bad_frames_total += 1  # an answer, which only a server sends
+                self._bad_frames += 1  # an answer, which only a server sends
 
     def _reply(self, client: bytes, query: AdminQuery, sender: bytes | None) -> None:
         try:
@@ -151,49 +153,78 @@ class AdminServer:
             self._router.send_multipart((client, data), zmq.NOBLOCK)
 
 
+@dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """What stands where an address gave none."""
+
+    why: str = ""  #: as far as can be known; "": silence
+
+
 def ask_all(
     questions: Sequence[tuple[str, AdminQuery]], timeout_s: float, keys: Keys | None = None
-) -> list[AdminAnswer | None]:
-    """Ask every address its query at once; the answers in the same order, None for those that gave none in time.
+) -> list[AdminAnswer | NoAnswer]:
+    """Ask every address its query at once; the answers in the same order, NoAnswer for those that gave none in time.
 
     keys: of a fleet that has some; asked with the admin's key where it is here, else with a rank's.
 
-    Blocks: at most `timeout_s`, all together. Raises: HubError for a malformed address, WireError for a query that does
-    not travel.
+    Blocks: at most `timeout_s`, all together; not for an address that does not let us in. Raises: HubError for a
+    malformed address, WireError for a query that does not travel, ConfigError for keys of which none can ask.
     """
     deadline = now_ns() + int(timeout_s * 1e9)
     frames = [wire.encode_admin(query) for _, query in questions]
-    answers: list[AdminAnswer | None] = [None] * len(questions)
+    answers: list[AdminAnswer | NoAnswer] = [NoAnswer()] * len(questions)
+    knocks: list[Knock] = []
 
     def prepare(dealer: zmq.Socket[bytes]) -> None:
         if keys is not None:
-            secure_client(dealer, keys.pairs.get("admin") or keys.pair("rank"), keys.rank_public)
+            secure_client(dealer, keys.asking_pair, keys.rank_public)
+        knocks.append(Knock(dealer, ADMIN_OPTIONS, has_keys=keys is not None))
 
     context = sockets.make_context()
-    asked: dict[zmq.Socket[bytes], int] = {}
+    dealers: list[zmq.Socket[bytes]] = []
+    places: dict[zmq.Socket[bytes], int] = {}  # of every socket that is polled
     try:
         poller = zmq.Poller()
         for i, (address, _) in enumerate(questions):
-            dealer = sockets.connect(context, address, ADMIN_OPTIONS, prepare)
-            asked[dealer] = i
-            poller.register(dealer, zmq.POLLIN | zmq.POLLOUT)
-        waiting = len(questions)
+            dealers.append(sockets.connect(context, address, ADMIN_OPTIONS, prepare))
+            places[dealers[i]] = places[knocks[i].events] = i
+            poller.register(dealers[i], zmq.POLLIN | zmq.POLLOUT)
+            poller.register(knocks[i].events, zmq.POLLIN)
+        waiting = set(range(len(questions)))
         while waiting and (left_ns := deadline - now_ns()) > 0:
-            for dealer, event in poller.poll(-(-left_ns // 1_000_000)):
-                i = asked[dealer]
-                if event & zmq.POLLOUT:
-                    with contextlib.suppress(zmq.Again):  # the connection is gone again; it is retried until the end
-                        dealer.send(frames[i], zmq.NOBLOCK)
-                        poller.modify(dealer, zmq.POLLIN)
-                if event & zmq.POLLIN and (answer := _answer_of(dealer, questions[i][1])) is not None:
-                    answers[i] = answer
-                    poller.unregister(dealer)
-                    waiting -= 1
+            for ready, event in poller.poll(-(-left_ns // 1_000_000)):
+                i = places[ready]
+                if i not in waiting:
+                    continue  # its answer was read in this turn
+                told: AdminAnswer | NoAnswer | None
+                if ready is knocks[i].events:
+                    reason = knocks[i].read()
+                    told = NoAnswer(f"it {reason}: {_our_keys(keys)}") if reason is not None else None
+                else:
+                    if event & zmq.POLLOUT:
+                        with contextlib.suppress(zmq.Again):  # the connection is gone again; it is retried
+                            dealers[i].send(frames[i], zmq.NOBLOCK)
+                            poller.modify(dealers[i], zmq.POLLIN)
+                    told = _answer_of(dealers[i], questions[i][1]) if event & zmq.POLLIN else None
+                if told is not None:
+                    answers[i] = told
+                    poller.unregister(dealers[i])
+                    poller.unregister(knocks[i].events)
+                    waiting.remove(i)
+        for i in waiting:
+            if knocks[i].closed_total:  # and no handshake went well since
+                answers[i] = NoAnswer(f"it closes the connection during the handshake: {_our_keys(keys)}")
     finally:
-        for dealer in asked:
+        for knock in knocks:
+            knock.close()
+        for dealer in dealers:
             dealer.close(linger=0)
         context.destroy(linger=0)
     return answers
+
+
+def _our_keys(keys: Keys | None) -> str:
+    return "no --keys were given" if keys is None else f"ours are in {keys.folder}; are they this fleet's?"
 
 
 def _answer_of(dealer: zmq.Socket[bytes], query: AdminQuery) -> AdminAnswer | None:

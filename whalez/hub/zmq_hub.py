@@ -48,7 +48,6 @@ from whalez.rendezvous.messages import (
 from whalez.rendezvous.sequencer import Sequencer
 
 _RETRY_NS = 20_000_000
-_FRAMES_PER_TURN = 64
 _CLOSE_NS = 1_000_000_000
 
 
@@ -107,7 +106,7 @@ class ZmqHub:
         self._address = address
         self._sequencer = sequencer
         self._limits = limits or HubLimits()
-        self._options = options or SocketOptions()
+        self.options = options or SocketOptions()  #: of every socket of this end
         self._keys = keys
         self._inbox = Inbox(self._limits)
         self._launch = 0
@@ -160,12 +159,12 @@ class ZmqHub:
                 hello,
                 lambda: self._launch,
                 self._limits,
-                self._options,
+                self.options,
                 self._keys,
             )
         where = INPROC if self._rank == 0 else self._address
-        frames = sockets.connect(self._context, where, self._options, self._prepare_frames)
-        beats = sockets.connect(self._context, where, self._options, self._prepare)
+        frames = sockets.connect(self._context, where, self.options, self._prepare_frames)
+        beats = sockets.connect(self._context, where, self.options, self._prepare)
         thread = threading.Thread(
             target=_MemberThread(self, frames, beats, hello).run, name=f"hub-{self._rank}", daemon=True
         )
@@ -175,7 +174,7 @@ class ZmqHub:
     def _prepare_frames(self, frames: zmq.Socket[bytes]) -> None:
         self._prepare(frames)
         if self._rank != 0:
-            self._knock = Knock(frames, self._options, has_keys=self._keys is not None)
+            self._knock = Knock(frames, self.options, has_keys=self._keys is not None)
 
     def _prepare(self, dealer: zmq.Socket[bytes]) -> None:
         if self._rank != 0 and self._keys is not None:
@@ -233,18 +232,12 @@ class ZmqHub:
         assert self._router is not None, "the sequencer lives with rank 0"
         self._router.order(Received(Withdraw(rank=rank, request_id=request_id), rank))
 
-    @property
-    def bad_frames_total(self) -> int:
-        """Rank 0: frames that were none of this protocol, whoever sent them; counted and dropped."""
-        return self._router.bad_frames_total if self._router is not None else 0
-
-    @property
-    def stale_frames_total(self) -> int:
-        """Rank 0: frames of processes that do not belong to this world; answered with a refusal."""
-        return self._router.stale_frames_total if self._router is not None else 0
-
     def dropped(self) -> dict[str, int]:
-        """Rank 0: what came to the hub and was not let through, by kind. Empty on other ranks, which do not listen."""
+        """Rank 0: what came to the hub and was not let through, by kind. Empty on other ranks, which do not listen.
+
+        hub_bad_frames: that were none of this protocol, whoever sent them; hub_stale_frames: of processes that do not
+        belong to this world, answered with a refusal.
+        """
         router = self._router
         if router is None:
             return {}
@@ -394,7 +387,7 @@ class _MemberThread:
 
     # ---- receiving ---------------------------------------------------------------------------------------------
     def _read(self, source: zmq.Socket[bytes]) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 parts = source.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

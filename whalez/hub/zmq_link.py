@@ -31,7 +31,6 @@ from whalez.hub.sockets import SocketOptions
 _log = logging.getLogger(__name__)
 
 _RETRY_NS = 5_000_000  # a full ROUTER pipe, or a DEALER that is not connected, can not be polled for
-_FRAMES_PER_TURN = 64
 _CLOSE_NS = 1_000_000_000
 _PING_NS = 1_000_000_000
 _IDLE_NS = 500_000_000
@@ -39,12 +38,8 @@ _IDLE_NS = 500_000_000
 CLIENT_QUEUE_MAX = 65_536
 
 
-def _milliseconds(until_ns: int) -> int:
-    return max(0, -(-(until_ns - now_ns()) // 1_000_000))
-
-
 class LinkServer:
-    """The loop's end. Owns: a thread and the socket at `address`. Closed by: `close`, which blocks at most 1 s."""
+    """The loop's end. Owns: a thread and the socket at `address`. Closed by: `close`, which blocks at most 4 s."""
 
     def __init__(
         self,
@@ -70,9 +65,10 @@ class LinkServer:
         self._on_request = on_request
         self._status_provider = status_provider
         self._client_queue_max = client_queue_max
+        self.options = options or SocketOptions()
         self._context = sockets.make_context()
         try:
-            self._router, self._door = listen(self._context, address, options or SocketOptions())
+            self._router, self._door = listen(self._context, address, self.options)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -96,18 +92,12 @@ class LinkServer:
             self._replies.append((client, response))
         self._wake.set()
 
-    @property
-    def bad_frames_total(self) -> int:
-        """Frames that were no request of this protocol; counted and dropped."""
-        return self._bad_frames
-
-    @property
-    def clients_dropped_total(self) -> int:
-        """Clients that went away, or did not read, with requests open."""
-        return self._clients_dropped
-
     def dropped(self) -> dict[str, int]:
-        """What came to the link and was not let through, by kind."""
+        """What came to the link and was not let through, by kind.
+
+        link_bad_frames: that were no request of this protocol; link_clients_dropped: who went away, or did not read,
+        with requests open.
+        """
         return {
             "link_bad_frames": self._bad_frames,
             "link_refused_connections": self._door.refused_total,
@@ -116,7 +106,7 @@ class LinkServer:
         }
 
     def close(self) -> None:
-        """Flush what was replied (at most 1 s) and end the thread. Idempotent."""
+        """Flush what was replied (at most 1 s), end the thread, let the socket linger (at most 1 s). Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -157,7 +147,7 @@ class LinkServer:
             self._router.close()
 
     def _read(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -366,7 +356,7 @@ class _ClientThread:
             return _IDLE_NS // 1_000_000 if self._sinks else None
 
     def _read(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 data = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -17,7 +17,7 @@ import zmq
 
 from whalez.clock import now_ns
 from whalez.errors import HubError, WireError
-from whalez.hub import wire
+from whalez.hub import sockets, wire
 from whalez.hub.conductor import Conductor, Out
 from whalez.hub.connections import listen
 from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, SILENCE_LIMIT_NS, HubLimits
@@ -30,7 +30,6 @@ from whalez.rendezvous.messages import Hello, Message
 INPROC = "inproc://hub"
 _TICK_NS = 100_000_000
 _RETRY_NS = 5_000_000  # a full ROUTER pipe can not be polled for
-_FRAMES_PER_TURN = 64  # so that a flood does not starve the beats
 _CLOSE_NS = 1_000_000_000
 _QUIET_MS = 20
 
@@ -197,7 +196,7 @@ class RouterThread:
             self._flush()
 
     def _read(self) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -10,6 +10,8 @@ import msgspec
 
 from whalez.planning.plan import GangPlan
 
+DRAIN_GRACE_S_MAX = 86_400.0
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of all frames' contents."""
@@ -153,7 +155,7 @@ class Leave(Message, frozen=True):
 class DrainAll(Message, frozen=True):
     """Anyone -> sequencer -> members: stop taking requests, finish what runs, then leave."""
 
-    grace_s: float
+    grace_s: float  #: 0 to DRAIN_GRACE_S_MAX
 
 
 class Stop(Message, frozen=True):

@@ -1,7 +1,7 @@
 """Who gets a gang, under which seq, and when: the one place of the world that decides about whales.
 
 Rule 1: every legal transition is a row of `PHASES` or `GATHERS`. No row: `LocalProtocolError`, nothing changed; the
-        driver turns it into the peer's error, for only a peer's message can have caused it.
+        driver turns a peer's message into the peer's error, and ignores an operator's order.
 Rule 2: all state is plain data in `SequencerState`, replaced as a whole when a step succeeds.
 Rule 3: no clock, socket, thread, log, random number or environment comes in here; time is `now_ns`, the fleet's clock
         is `launch`, the index of the launch rank 0 composes next.
@@ -404,6 +404,8 @@ class Sequencer:
     def _drain_all(self, draft: SequencerState, drain: msg.DrainAll, now_ns: int, effects: list[do.Effect]) -> None:
         if draft.phase is Phase.STOPPED:
             return
+        if not 0 <= drain.grace_s <= msg.DRAIN_GRACE_S_MAX:
+            raise self._illegal(f"DrainAll with a grace of {drain.grace_s} s", -1)
         is_first = draft.phase is Phase.SERVING
         draft.phase = PHASES[draft.phase, Input.DRAIN_ALL]
         deadline_ns = now_ns + int(drain.grace_s * 1e9) + LEAVE_MARGIN_NS

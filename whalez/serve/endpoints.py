@@ -25,7 +25,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     hub: str
     launcher_pid: int
-    admin: tuple[str, ...]  #: in rank order
+    admin: tuple[str, ...]  #: in rank order, one per rank
 
 
 def write_endpoints(run_dir: Path, endpoints: Endpoints) -> None:
@@ -50,6 +50,10 @@ def read_endpoints(run_dir: Path) -> dict[int, str]:
         return dict(sorted(found.items()))
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"run: {path}: {error}") from None
+    if len(told.admin) != told.world or not all(told.admin):
+        raise ConfigError(f"run: {path}: admin: expected the addresses of {told.world} ranks, got {list(told.admin)}")
+    if not told.admin:
+        raise ConfigError(f"run: {path}: world: expected 1 or more ranks, got {told.world}")
     return dict(enumerate(told.admin))
 
 
