@@ -107,7 +107,7 @@ class RankConfig:
     device: str = "cpu"
     threads: int = 1  #: threads of the GEMM
     pin: bool = False  #: bound to as many cores of this machine as it has threads
-    grace_s: float = 30.0  #: after SIGTERM the rank's own requests may take this long to finish
+    grace_s: float = 30.0  #: after SIGTERM or SIGINT the rank's own requests may take this long to finish
     start_s: float = 300.0  #: how long the world may take to assemble
     capture: bool = False  #: debug: write hidden rows, logits and expert choices of every request to run_dir
     trace: bool = False  #: write one line per launch that prefilled something

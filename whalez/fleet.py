@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import dataclasses
 import fcntl
+import inspect
 import operator
 import os
 import queue
@@ -36,7 +37,7 @@ from whalez.latch import SLICE_S, Latch, Outcome
 from whalez.serve.completions import check_sampling, check_tokens, pack_tokens, token_ids
 from whalez.serve.endpoints import Endpoints, write_endpoints
 from whalez.serve.links import SOCKET_PATH_MAX, Link, admin_address, connect, link_address
-from whalez.serve.process import FRONT_GRACE_S, bind, front_command, held_line, parse_listen
+from whalez.serve.process import FRONT_GRACE_S, STOP, bind, front_command, held_line, parse_listen
 from whalez.serve.tokenizer import load_tokenizer
 from whalez.signals import heed
 from whalez.warm import kernel_environment, warm
@@ -45,6 +46,7 @@ LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, bef
 FRONT_LEAVE_S = 0.25  #: what fronts have after the last rank, to tell their clients
 FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
 START_S = 300.0  #: the world has this long to come up
+STOPPED_S = 2.0  #: a rank that is stopped (SIGSTOP) for so long while the world comes up is dead
 RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
 STEADY_S = 60.0  #: a world that has served for so long ends a row of failures
 FRONT_SEES_S = 5.0  #: what a front has to notice that a world is back
@@ -58,9 +60,9 @@ _OUR_KILL = "did not leave and was killed"
 
 #: Runs in the child before the rank's own program. The kernel kills the child when the launcher is gone, however it
 #: went; the mark survives exec. A preexec_fn would do the same but runs Python between fork and exec of a process
-#: with threads.
+#: with threads. Under nohup the launcher ignores SIGHUP and its children would too, but that is how a rank is stopped.
 _TIED = (
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9,0,0,0);"
+    "import _signal,ctypes,os,sys;_signal.signal(1,_signal.SIG_DFL);ctypes.CDLL(None).prctl(1,9,0,0,0);"
     "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
 )
 
@@ -137,6 +139,7 @@ class _Process:
         self.pidfd = os.pidfd_open(self.pid)
         self.is_reaped = False
         self.is_leaving = False
+        self._stopped_at: float | None = None
 
     def note_exit(self) -> None:
         """The pidfd is readable. The child is not reaped yet, so that its pid keeps naming its process group."""
@@ -149,15 +152,27 @@ class _Process:
             self.how = f"exited with {told.si_status}"
         self.exited.set()
 
+    def stopped_s(self) -> float:
+        """For how long every look has found it stopped (SIGSTOP); 0 when it runs or is gone."""
+        told = None
+        with contextlib.suppress(ChildProcessError):  # it has exited
+            told = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if told is None:
+            self._stopped_at = None
+            return 0.0
+        now = time.monotonic()
+        self._stopped_at = self._stopped_at or now
+        return now - self._stopped_at
+
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def ask_to_leave(self) -> None:
-        """SIGTERM, once: a second one means "at once"."""
+        """Once: a second signal means "at once". A rank that SIGTERM has told to leave takes this one as its first."""
         if not self.is_leaving:
             self.is_leaving = True
-            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM if self.rank is None else STOP)
 
     def reap(self) -> None:
         """Kill what is left of the group, the child's own children included, and collect the child. Idempotent."""
@@ -211,9 +226,8 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     """The command line of one rank."""
     command = [sys.executable, "-P", "-m", "whalez.rank", "--rank", str(rank), "--world", str(fleet.world)]
     command += ["--hub", fleet.hub_address, "--model", str(fleet.model), "--run", str(fleet.run_dir)]
-    # Its own id keeps this fleet's shared memory apart; the supervisor's stop has no grace.
-    command += ["--fleet-id", fleet.fleet_id, "--grace", "0", "--start-timeout", str(fleet.start_s)]
-    command += ["--threads", str(fleet.threads)]
+    # Its own id keeps this fleet's shared memory apart.
+    command += ["--fleet-id", fleet.fleet_id, "--start-timeout", str(fleet.start_s), "--threads", str(fleet.threads)]
     if fleet.keys is not None:
         command += ["--keys", str(fleet.keys)]
     command += [f"--{name}" for name in ("pin", "capture", "trace") if getattr(fleet, name)]
@@ -332,6 +346,10 @@ class Fleet:
     def links(self) -> list[str]:
         return [link_address(self.run_dir, rank) for rank in range(self.world)]
 
+    @property
+    def _admin_addresses(self) -> tuple[str, ...]:
+        return tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
+
     def start(self) -> None:
         """Return when every rank serves. Raises WhalezError with the rank and its last words; nothing is left then."""
         assert self._thread is None, "started twice"
@@ -371,7 +389,7 @@ class Fleet:
         warm(os.environ, lambda name, i, n: self._progress(f"compiling {name} ({i}/{n})"))
 
     def stop(self) -> None:
-        """One SIGTERM each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
+        """One signal each; what has not left after 1.5 s is killed. Idempotent, also after a failure."""
         heed()
         atexit.unregister(self.stop)
         self._stopping.set()  # here too: a second Ctrl-C may keep `_stop_all` from running
@@ -404,7 +422,7 @@ class Fleet:
     def restart(self) -> None:
         """After a failure: start the world again, behind the front if that was kept; return when it serves.
 
-        Logs and post-mortems of the world before go to run_dir/world-<number>.
+        Logs, traces and post-mortems of the world before go to run_dir/world-<number>.
         Raises: WhalezError, and is then in failure as before; Unavailable when it is stopped meanwhile.
         """
         assert self.failure is not None, "nothing has failed"
@@ -515,6 +533,8 @@ class Fleet:
         try:
             while not outcome.latch.wait(SLICE_S):
                 if thread is None or not thread.is_alive():
+                    if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                        work.close()  # it came too late to begin
                     raise over
             return outcome.take()
         except asyncio.CancelledError:
@@ -557,8 +577,9 @@ class Fleet:
         self._worlds_failed += 1
         folder = self.run_dir / f"world-{self._worlds_failed}"
         folder.mkdir(exist_ok=True)
-        for path in (*self.run_dir.glob("rank-*.log"), *self.run_dir.glob("post-mortem-*.json")):
-            path.rename(folder / path.name)
+        for pattern in ("rank-*.log", "post-mortem-*.json", "trace-*.jsonl"):
+            for path in self.run_dir.glob(pattern):
+                path.rename(folder / path.name)
 
     async def _start_all(self) -> None:
         for rank in range(self.world):
@@ -598,6 +619,9 @@ class Fleet:
                     raise self.failure
                 if self._stopping.is_set:
                     raise Unavailable("the fleet was stopped")
+                for process in self._processes:
+                    if process.rank is not None and process.stopped_s() > STOPPED_S:
+                        raise PeerDied(process.rank, f"stopped for {STOPPED_S:g} s while the world came up")
                 if time.monotonic() - began > self.start_s:
                     raise WhalezError(self._who_is_late())
             work.result()
@@ -678,7 +702,9 @@ class Fleet:
     def _note_exit(self, process: _Process) -> None:
         asyncio.get_running_loop().remove_reader(process.pidfd)
         process.note_exit()
-        if not self._stopping.is_set and self._failing is None:
+        if process.rank is None and self.hold_on_failure and self._has_served and not self._stopping.is_set:
+            self._progress(f"{process.name} {process.obituary()}; the ranks serve on until this fleet is stopped")
+        elif not self._stopping.is_set and self._failing is None:
             self._failing = asyncio.create_task(self._fail(process))
 
     async def _fail(self, first: _Process) -> None:
@@ -866,8 +892,7 @@ class Fleet:
                 self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         except OSError as error:
             raise OutputError(error.filename or "run_dir", error) from None
-        admin = tuple(admin_address(self.run_dir, rank) for rank in range(self.world))
-        longest = admin[-1].removeprefix("ipc://")
+        longest = self._admin_addresses[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
             self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
@@ -885,16 +910,18 @@ class Fleet:
             model=str(self.model.resolve()),
             hub=self.hub_address,
             launcher_pid=os.getpid(),
-            admin=admin,
+            admin=self._admin_addresses,
         )
         write_endpoints(self.run_dir, told)
 
     def _sweep(self) -> None:
-        """Remove what a killed rank cannot remove itself: names of shared memory, and our own run folder."""
+        """Remove what a killed rank cannot remove itself: names of shared memory, sockets, and our own run folder."""
         from whalez.fabric.host import remove_leftovers  # numpy: not for those who only import Fleet
 
         remove_leftovers(self.fleet_id)
         if self._lock_fd is not None:
+            for address in (self.hub_address, *self.links, *self._admin_addresses):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = None
         if self._is_own_run_dir and self.run_dir != Path():

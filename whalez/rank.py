@@ -70,7 +70,7 @@ from whalez.rendezvous.member import Member
 from whalez.rendezvous.messages import Died, Hello, SlabEntry
 from whalez.rendezvous.sequencer import Sequencer
 from whalez.serve.links import admin_address, link_address
-from whalez.serve.process import bind, front_command, held_line
+from whalez.serve.process import STOP, bind, front_command, held_line
 
 
 def make_sequencer(fleet: FleetConfig, policy: PlanPolicy) -> Sequencer:
@@ -90,15 +90,20 @@ class RankProcess:
         self.loop: Loop | None = None
         self._closers: list[Any] = []  # closed in reverse order
         self._signals = 0
+        self._stops = 0
         self._is_held = False
         self._released = Latch()
         self._slabs: HostSlabs | None = None
         self._hub: ZmqHub | None = None
         self._watchdog: Watchdog | None = None
+        self._failure_lock = threading.Lock()  # the watchdog's thread and the main one may both fail
+        self._failure: str | None = None  #: the reason of the first
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(STOP) is not signal.SIG_IGN:  # as nohup makes it; then it stays so
+            signal.signal(STOP, self._on_signal)
         self.rank.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # its sockets ask for no key
         try:
             loop = self._start()
@@ -132,16 +137,21 @@ class RankProcess:
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First signal: leave within the grace. Second, or before the world runs: exit now. Held: end the hold."""
+        """SIGTERM, SIGINT: leave within the grace; STOP, also after those: without. A second of either kind, or any
+        before the world runs: exit now. Held: end the hold.
+        """
         if self._is_held:
             self._released.set()
             return
-        self._signals += 1
-        if self.loop is None or self._signals > 1:
+        if number == STOP:
+            self._stops += 1
+        else:
+            self._signals += 1
+        if self.loop is None or max(self._stops, self._signals) > 1:
             if self._slabs is not None:
                 self._slabs.unlink()  # the one thing that would outlive the process
             os._exit(128 + number)
-        self.loop.drain(self.rank.grace_s)
+        self.loop.drain(0.0 if number == STOP else self.rank.grace_s)
 
     def _hold(self) -> None:
         """Keep the failed process as it is, if that was asked for and the world ran, until a signal comes."""
@@ -378,7 +388,17 @@ class RankProcess:
         os._exit(1)
 
     def _fail(self, reason: str, error: Exception, stack: str = "") -> str:
-        """End the requests with an error that says why, and leave a post-mortem. Returns the reason, with the wait."""
+        """End the requests with an error that says why, and leave a post-mortem. Returns the reason, with the wait.
+
+        Only the first failure does so and is told: a held loop that comes back late fails once more, of what the first
+        one did to the world, and must not write over the stack of the place where it was stuck.
+        """
+        with self._failure_lock:
+            if self._failure is None:
+                self._failure = self._end_requests(reason, error, stack)
+            return self._failure
+
+    def _end_requests(self, reason: str, error: Exception, stack: str) -> str:
         if self._watchdog is not None:
             self._watchdog.close()
         loop = self.loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import threading
 import time
@@ -14,6 +15,10 @@ from typing import Any
 
 from whalez.errors import WhalezError
 from whalez.fleet import Fleet, Pending, rank_command
+from whalez.hub.admin import AskDoorbells, Doorbells
+from whalez.hub.zmq_admin import ask_all
+from whalez.serve.links import admin_address
+from whalez.serve.process import bind, parse_listen
 from whalez.testing.faults import fault_arguments
 
 STUCK_S = 3.0
@@ -61,16 +66,42 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def assert_clean(fleet: Fleet) -> None:
-    """After `stop`: no process, no shared memory of the fleet."""
+    """After `stop`: no process, no shared memory, no socket and no listening port of the fleet."""
     wait_until(lambda: not processes_of(fleet.run_dir), 2.0, lambda: processes_of(fleet.run_dir))
     assert not list(Path("/dev/shm").glob(f"whalez-{fleet.fleet_id}-*"))
+    assert [path.name for path in fleet.run_dir.iterdir() if path.is_socket()] == []
+    if fleet.listen is not None:
+        host, port = parse_listen(fleet.listen)
+        for offset in range(fleet.world + 1):
+            bind(f"{host}:{port + offset}").close()
 
 
-def strike(fleet: Fleet, victim: int, fault: str) -> float:
-    """Apply "kill" or "stop" to a rank ("wedge": it is held already); the wall-clock time of it."""
+Waits = dict[int, tuple[int, str, int]]  #: by who waits: for whom, the kind of doorbell, the value
+
+
+def waits_on(fleet: Fleet, victim: int) -> Waits:
+    """Whom every other rank waits for by its slab, once all do and none gets on: the victim is held in a launch."""
+    waits: Waits = {}
+    before: Waits | None = None
+    endpoint = admin_address(fleet.run_dir, (victim + 1) % fleet.world)
+
+    def stands() -> bool:
+        nonlocal waits, before
+        (told,) = ask_all([(endpoint, AskDoorbells(query_id=secrets.token_hex(4)))], 2.0)
+        assert isinstance(told, Doorbells), told
+        before, waits = waits, {line.rank: (line.peer, line.kind, line.expected) for line in told.waits}
+        return waits == before and set(waits) == set(range(fleet.world)) - {victim}
+
+    wait_until(stands, 10.0, lambda: f"not all wait for rank {victim}: {waits}")
+    return waits
+
+
+def strike(fleet: Fleet, victim: Victim, fault: str) -> float:
+    """Apply "kill" or "stop" to a rank ("wedge": since it is held); the wall-clock time of it."""
     numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-    if fault in numbers:
-        os.kill(fleet.pids()[f"rank {victim}"], numbers[fault])
+    if fault == "wedge":
+        return victim.mark.stat().st_mtime
+    os.kill(fleet.pids()[f"rank {victim.rank}"], numbers[fault])
     return time.time()
 
 
@@ -98,7 +129,7 @@ def post_mortems(fleet: Fleet) -> dict[int, dict[str, Any]]:
     return found
 
 
-def check_survivors(fleet: Fleet, victim: int, bound_s: float, struck: float) -> float:
+def check_survivors(fleet: Fleet, victim: int, waits: Waits, bound_s: float, struck: float) -> float:
     """Every other rank says whom it lost and whom it waited for, and left with 1. Returns the latest detection, s."""
     found = post_mortems(fleet)
     ends = {process.rank: process.how for process in fleet._processes if process.rank is not None}
@@ -111,12 +142,13 @@ def check_survivors(fleet: Fleet, victim: int, bound_s: float, struck: float) ->
         assert ends[rank] == "exited with 1", ends
         said = [line for line in (fleet.run_dir / f"rank-{rank}.log").read_text().splitlines() if "whalez: " in line]
         assert f"rank {victim}" in said[-1], said
-        if (waited := record.get("waited_for")) is not None:
-            assert {"rank", "kind", "expected", "seen", "where"} <= set(waited), waited
-            assert waited["seen"] < waited["expected"]
-            bell = f"for rank {waited['rank']}'s {waited['kind']} doorbell at {waited['where']}"
-            values = f"expected >= {waited['expected']:#x}, seen {waited['seen']:#x}"
-            assert bell in said[-1] and values in said[-1], (bell, values, said[-1])
+        waited = record["waited_for"]
+        assert waited is not None and {"rank", "kind", "expected", "seen", "where"} == set(waited), (rank, waited)
+        assert (waited["rank"], waited["kind"], waited["expected"]) == waits[rank]
+        assert waited["seen"] < waited["expected"]
+        bell = f"for rank {waited['rank']}'s {waited['kind']} doorbell at {waited['where']}"
+        values = f"expected >= {waited['expected']:#x}, seen {waited['seen']:#x}"
+        assert bell in said[-1] and values in said[-1], (bell, values, said[-1])
     took = max(found[rank]["written"] for rank in found if rank != victim) - struck
     assert took < bound_s, f"noticed after {took:.1f} s"
     return took

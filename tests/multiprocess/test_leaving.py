@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import secrets
 import signal
 import threading
@@ -12,9 +14,10 @@ from pathlib import Path
 import pytest
 from conftest import SETTINGS  # type: ignore[attr-defined]
 
-from helpers.by_hand import ByHand
-from helpers.faults import processes_of, wait_until
-from whalez.errors import RequestError
+from helpers.by_hand import PROMPT, ByHand
+from helpers.faults import assert_clean, processes_of, wait_until
+from whalez.errors import RequestError, Unavailable
+from whalez.fleet import Fleet
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 
@@ -78,3 +81,34 @@ def test_a_second_signal_leaves_at_once_and_is_a_death_to_the_others(world: ByHa
         assert world.processes[rank].wait(5) == 1
         assert "rank 1 died" in world.log(rank)
     assert time.monotonic() - begun < 5
+
+
+def test_under_a_supervisor_one_rank_drains_and_a_stop_while_another_does_is_orderly(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """No `--grace` is given: SIGTERM has the default one, the supervisor's stop none. All this as under nohup."""
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)))
+    monkeypatch.setattr("whalez.fleet.LEAVE_S", 8.0)  # on a busy machine too, who is killed here is one who hangs
+    with Fleet(tiny, 3, run_dir=tmp_path / "run", **SETTINGS) as fleet:  # type: ignore[arg-type]
+        pids = fleet.pids()
+
+        def drain(rank: int) -> None:
+            os.kill(pids[f"rank {rank}"], signal.SIGTERM)
+            wait_until(lambda: (told := fleet.status()[rank]) and told.state == "draining", 10, "does not drain")
+
+        first = fleet.submit(PROMPT, max_tokens=300, poster=1, lane="local", stop_tokens=())
+        next(iter(first))
+        drain(1)
+        with pytest.raises(Unavailable, match="rank 1 is draining"):
+            fleet.generate(PROMPT, poster=1)
+        assert len(fleet.generate(PROMPT, max_tokens=4, poster=0, stop_tokens=()).tokens) == 4
+        assert len(first.result(30).tokens) == 300
+        second = fleet.submit(PROMPT, max_tokens=3000, poster=2, lane="local", stop_tokens=())
+        next(iter(second))
+        drain(2)
+        fleet.stop()
+        with pytest.raises(Unavailable, match="stopping"):
+            second.result(0)
+    assert {process.name: process.how for process in fleet._processes} == dict.fromkeys(pids, "exited with 0")
+    assert not list(fleet.run_dir.glob("post-mortem-*.json"))
+    assert_clean(fleet)

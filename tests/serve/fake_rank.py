@@ -1,10 +1,11 @@
 """A rank process without an engine: it takes the real rank's command line and speaks over the real link.
 
 Its behaviour is the folder's `behave.json` {rank: word}, so that a test chooses it without a flag of the real command:
-  (none)    serves: answers every prompt with its tokens plus one, one token each 1 ms; leaves on SIGTERM
+  (none)    serves: answers every prompt with its tokens plus one, one token each 1 ms; leaves on STOP
   dies      prints a reason and exits 3 before it serves
   mute      never serves
-  stubborn  ignores SIGTERM, and has a child that does so too
+  stops     is stopped before it says a word
+  stubborn  ignores STOP, and has a child that does so too
   tells     exits 1 naming the peer that died, as soon as a peer's pid in peers.json is gone or stopped
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 from whalez.hub.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
 from whalez.hub.zmq_link import LinkServer
 from whalez.serve.links import link_address
+from whalez.serve.process import STOP
 
 
 def main() -> int:
@@ -42,14 +44,16 @@ def main() -> int:
         (run_dir / f"post-mortem-{args.rank}.json").write_text("{}")
         print(f"whalez: rank {args.rank}: model.safetensors: tensor lm_head is cut short", file=sys.stderr)
         return 3
+    if behaviour == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
     name = f"/dev/shm/whalez-{args.fleet_id}-fake-{args.rank}"  # as if killed before the barrier
     if behaviour == "stubborn":
         Path(name).touch()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(STOP, signal.SIG_IGN)
         subprocess.Popen(["sleep", "100"])
     leaving = threading.Event()
     if behaviour != "stubborn":
-        signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+        signal.signal(STOP, lambda *_: leaving.set())
     cancelled: set[str] = set()
 
     def on_request(client: bytes, request: Submit | CancelRequest) -> None:

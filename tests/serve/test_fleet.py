@@ -1,6 +1,8 @@
 """Fleet over real processes that play ranks: it comes up whole or not at all, and leaves nothing behind."""
 
 import contextlib
+import gc
+import inspect
 import json
 import os
 import re
@@ -74,6 +76,10 @@ def leftovers(fleet: Fleet, pids: dict[str, int]) -> list[str]:
     if fleet.run_dir.name.startswith("whalez-") and fleet.run_dir.exists():
         found.append(str(fleet.run_dir))
     return found
+
+
+def sockets_of(fleet: Fleet) -> list[str]:
+    return sorted(path.name for path in fleet.run_dir.iterdir() if path.is_socket())
 
 
 def group_lives(pgid: int) -> bool:
@@ -193,6 +199,17 @@ def test_callers_that_race_a_stop_all_end_with_a_named_error(start: Callable[...
     assert [error for error in ends if not isinstance(error, Unavailable)] == []
 
 
+def test_work_that_comes_too_late_for_the_loop_is_closed(model: Path) -> None:
+    """Handed over just before the loop ended and never begun, it would warn when it is collected."""
+    fleet = Fleet(model)
+    loop: Any = types.SimpleNamespace(call_soon_threadsafe=lambda work: None)
+    fleet._loop, fleet._thread = loop, threading.Thread()
+    work = fleet._ask_all(1.0)
+    with pytest.raises(Unavailable, match="not running"):
+        fleet._call(work)
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+
+
 def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
     port = free_ports(3)
     fleet = start(world=2, listen=f"127.0.0.1:{port}")
@@ -242,6 +259,16 @@ def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> 
         start(world=2, behave={1: "mute"}, start_s=5)
 
 
+def test_a_rank_that_is_stopped_at_its_start_is_named_soon(
+    start: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No peer knows it yet, so nobody but the launcher can tell."""
+    monkeypatch.setattr("whalez.fleet.STOPPED_S", 0.5)
+    with pytest.raises(PeerDied, match=r"^rank 1 died: stopped for 0.5 s while the world came up") as caught:
+        start(world=2, behave={1: "stops"}, start_s=20)
+    assert caught.value.rank == 1
+
+
 @pytest.mark.parametrize(
     ("number", "how"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "noticed by rank 0")]
 )
@@ -265,6 +292,38 @@ def test_a_dead_rank_fails_its_requests_and_the_fleet(
         fleet.generate([1])
     assert leftovers(fleet, pids) == [f"/dev/shm/whalez-{fleet.fleet_id}-fake-2"]  # swept by stop
     assert (tmp_path / "run" / "rank-0.log").exists()
+    assert "rank-2.link" in sockets_of(fleet)  # a killed rank cannot remove it
+    fleet.stop()
+    assert sockets_of(fleet) == []
+
+
+def test_a_restart_puts_away_what_the_failed_world_wrote(start: Callable[..., Fleet], tmp_path: Path) -> None:
+    fleet = start(world=1, run_dir=tmp_path / "run")
+    for name in ("trace-0.jsonl", "post-mortem-0.json"):
+        (fleet.run_dir / name).write_text("of the first world")
+    os.kill(fleet.pids()["rank 0"], signal.SIGKILL)
+    with pytest.raises(PeerDied):
+        fleet.wait()
+    fleet.restart()
+    for name in ("trace-0.jsonl", "post-mortem-0.json"):
+        assert not (fleet.run_dir / name).exists()
+        assert (fleet.run_dir / "world-1" / name).read_text() == "of the first world"
+    assert "up, argv" in (fleet.run_dir / "world-1" / "rank-0.log").read_text()
+
+
+def test_ranks_that_are_to_be_held_outlive_the_front(start: Callable[..., Fleet]) -> None:
+    lines: list[str] = []
+    fleet = start(world=2, listen=f"127.0.0.1:{free_ports(3)}", hold_on_failure=True, progress=lines.append)
+    os.kill(fleet.pids()["front"], signal.SIGKILL)
+    told = "the ranks serve on until this fleet is stopped"
+    deadline = time.monotonic() + 5
+    while not lines[-1].endswith(told):
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.01)
+    assert lines[-1].startswith("front was killed by SIGKILL")
+    assert fleet.generate([1, 2], max_tokens=2, timeout_s=5).tokens == (2, 3)
+    fleet.stop()
+    assert fleet.failure is None
 
 
 def test_post_mortems_of_a_fleet_that_served_are_kept(start: Callable[..., Fleet]) -> None:
@@ -406,6 +465,7 @@ def test_ctrl_c_at_any_step_of_a_wait_leaves_nothing_locked(
         after.start()
         after.join(5)
         assert not after.is_alive(), f"stuck after a strike at step {at}"
+    gc.collect()  # of a coroutine that was struck, while the warning about it is expected
     stop = threading.Thread(target=fleet.stop, daemon=True)
     stop.start()
     stop.join(5)

@@ -16,6 +16,9 @@ PR_SET_PDEATHSIG = 1
 #: Not SIGTERM: a dying process hands its children from thread to thread and the kernel signals each time, and a second
 #: SIGTERM means "at once".
 PARENT_GONE = signal.SIGHUP
+#: What a rank gets from its supervisor when the world stops: leave without a grace. Not SIGTERM, with which one rank is
+#: sent away by hand: a second one means "at once", and to the others that is a death.
+STOP = signal.SIGHUP
 FRONT_GRACE_S = 2.0  #: a front that leaves has at most this long to answer what it has taken
 
 
