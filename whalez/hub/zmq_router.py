@@ -381,7 +381,8 @@ class RouterThread:
     def _flush(self) -> None:
         self._has_unsent = False
         lost: list[tuple[str, str]] = []  # found in the loop, performed after it: performing changes `_peers`
-        for incarnation, peer in list(self._peers.items()):
+        # The own rank last: its threads wait for this interpreter's lock and would take it from the frames of others.
+        for incarnation, peer in sorted(self._peers.items(), key=lambda each: each[0] == self._own.incarnation):
             while peer.queue:
                 try:
                     self._router.send_multipart((peer.frames_id, peer.queue[0]), zmq.NOBLOCK)
