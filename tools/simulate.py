@@ -34,7 +34,7 @@ def save(seed: int, at: str, reason: str) -> None:
     known = {line.split()[0] for line in CORPUS.read_text().splitlines() if line and not line.startswith("#")}
     if str(seed) not in known:
         with CORPUS.open("a") as file:
-            file.write(f"{seed} {at} {reason}\n")
+            file.write(f"{seed} {at} {reason[:160]}\n")
 
 
 def main() -> int:

@@ -663,7 +663,8 @@ class Simulator:
                 at_ns = max(self.now_ns + self._delay_ns(), self._last_down.get(out.incarnation, 0) + 1)
                 self._last_down[out.incarnation] = at_ns
                 self._schedule(at_ns, self._delivered, target, message, run)
-        due_ns = run.sequencer.next_deadline_ns
+        # A conductor that has failed only listens: its sequencer's deadline passes, and stays.
+        due_ns = run.sequencer.next_deadline_ns if run.conductor.failure is None else None
         if due_ns is not None and due_ns != run.tick_due_ns:
             run.tick_due_ns = due_ns
             self._schedule(max(due_ns, self.now_ns), self._tick, run, due_ns)
