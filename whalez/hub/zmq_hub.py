@@ -317,6 +317,7 @@ class _MemberThread:
         self._told_death = False
         self._told_mapped = False
         self._heard_echo = False
+        self._hub_has_ended = False  # the process of it
         self._repeat_due = 0
         self._poller = zmq.Poller()
         self._poller.register(frames, zmq.POLLIN)
@@ -487,6 +488,7 @@ class _MemberThread:
         incarnation = self._watch.take(fd)
         if incarnation is not None:
             self._suspects[incarnation] = now_ns() + BYE_GRACE_NS
+            self._hub_has_ended |= self._ranks[incarnation] == 0
 
     def _look_for_the_lost(self, now: int) -> None:
         due = [each for each, at in self._suspects.items() if now >= at]
@@ -570,7 +572,10 @@ class _MemberThread:
         has_probed = False
         # Rank 0 said Bye: it may have closed already, which only its silence can tell.
         deadline = now_ns() + (_CLOSE_NS // 4 if 0 in self._left else _CLOSE_NS)
+        hub = self._hub._table[0].incarnation
         while not self._heard_echo and now_ns() < deadline:
+            if self._hub_has_ended or self._watch.has_ended(hub):  # of the same loss as we, and sooner
+                return
             self._send_waiting()
             has_probed = has_probed or (not self._has_unsent() and self._put_on_wire(probe))
             self._frames.poll(20, zmq.POLLIN if has_probed else zmq.POLLIN | zmq.POLLOUT)
