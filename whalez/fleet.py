@@ -321,6 +321,7 @@ class Fleet:
         self._processes: list[_Process] = []
         self._links: list[Link] = []
         self._open: dict[Pending, asyncio.Task[None]] = {}
+        self._calls: dict[Outcome[Any], asyncio.Task[None]] = {}
         self._statuses: list[Status | None] = [None] * world
         self._failing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None  # over ranks that are held
@@ -528,8 +529,7 @@ class Fleet:
                 raise over
             loop, thread = self._loop, self._thread
             outcome: Outcome[_T] = Outcome()
-            tasks: list[asyncio.Task[None]] = []
-            loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(_settle(outcome, work))))
+            loop.call_soon_threadsafe(self._begin_call, outcome, work)
         try:
             while not outcome.latch.wait(SLICE_S):
                 if thread is None or not thread.is_alive():
@@ -542,8 +542,18 @@ class Fleet:
         except BaseException:
             # Ctrl-C here must not leave the work running there.
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                loop.call_soon_threadsafe(self._cancel_call, outcome)
             raise
+
+    def _begin_call(self, outcome: Outcome[_T], work: Coroutine[Any, Any, _T]) -> None:
+        # The task is this thread's alone: the caller's would run the callbacks of its end, in which Python drops what a
+        # signal's handler raises.
+        self._calls[outcome] = asyncio.create_task(_settle(outcome, work))
+        self._calls[outcome].add_done_callback(lambda _: self._calls.pop(outcome))
+
+    def _cancel_call(self, outcome: Outcome[Any]) -> None:
+        if outcome in self._calls:
+            self._calls[outcome].cancel()
 
     async def _restart(self) -> None:
         from whalez.fabric.host import remove_leftovers  # numpy: not for those who only import Fleet

@@ -106,7 +106,6 @@ def test_no_query_whatever_is_in_it_ends_the_world(rank: Rank, kind: type[admin.
         if isinstance(query, admin.GuardedQuery) and not isinstance(query, admin.AskPrompts):
             assert isinstance(answer, admin.NotDone)
             assert len(answer.reason) < 500
-        rank.one.turns(1)
     rank.serves("after")
     assert rank.one.hub.failure is None
     assert rank.sequencer.sequencer.state.phase.value == "serving"

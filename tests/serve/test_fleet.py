@@ -202,7 +202,7 @@ def test_callers_that_race_a_stop_all_end_with_a_named_error(start: Callable[...
 def test_work_that_comes_too_late_for_the_loop_is_closed(model: Path) -> None:
     """Handed over just before the loop ended and never begun, it would warn when it is collected."""
     fleet = Fleet(model)
-    loop: Any = types.SimpleNamespace(call_soon_threadsafe=lambda work: None)
+    loop: Any = types.SimpleNamespace(call_soon_threadsafe=lambda *_: None)
     fleet._loop, fleet._thread = loop, threading.Thread()
     work = fleet._ask_all(1.0)
     with pytest.raises(Unavailable, match="not running"):
@@ -470,6 +470,30 @@ def test_ctrl_c_at_any_step_of_a_wait_leaves_nothing_locked(
     stop.start()
     stop.join(5)
     assert not stop.is_alive()
+
+
+def test_no_finalizer_runs_in_a_thread_that_waits(start: Callable[..., Fleet]) -> None:
+    """Python drops what the handler of a signal raises there, and Ctrl-C would be lost."""
+    fleet = start(world=1)
+    ran: list[str] = []
+
+    def look(frame: types.FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and (
+            code.co_name == "__del__" or code.co_filename.endswith(("weakref.py", "weakrefset.py"))
+        ):
+            ran.append(f"{code.co_filename}:{code.co_name}")
+
+    gc.disable()  # may collect in any thread, and seldom does
+    sys.setprofile(look)
+    try:
+        for _ in range(20):
+            fleet.status()
+            fleet.generate([1], max_tokens=1)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert ran == []
 
 
 def test_a_script_that_never_stops_its_fleet_ends_quietly(model: Path) -> None:
