@@ -5,6 +5,7 @@ tests choose ports and bound times, and comes first, for it is the longest piece
 harness stays together too, for every process compiles them anew.
 """
 
+import gc
 import os
 from typing import Any
 
@@ -22,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart() -> None:
+    gc.freeze()  # what is imported stays, and compilers make so many objects that looking through them is a tenth
+    gc.set_threshold(50_000, 20, 100)
     last = ""
 
     def show(name: str, i: int, n: int) -> None:

@@ -217,6 +217,7 @@ def test_kernel_tests_hand_over_no_address_of_the_host(path: Path) -> None:
     assert not [line for line in lines if ".ctypes.data" in line and "cuMemcpy" not in line]
 
 
+@pytest.mark.slow  # another pytest
 def test_without_a_gpu_its_variants_are_skipped_with_a_reason() -> None:
     """`-m gpu` selects the same tests; on a machine without a driver each says what is missing."""
     done = subprocess.run(

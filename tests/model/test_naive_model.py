@@ -38,6 +38,7 @@ def test_logits_of_other_implementations(name, tmp_path):
     assert np.array_equal(golden["logits"].argmax(-1), result.logits[golden["positions"]].argmax(-1))
 
 
+@pytest.mark.slow  # four forward passes of the reference
 def test_golden_notices_a_wrong_formula(tiny):
     """The bound is tight enough: a decay or a scale that is off by 0.1 % is seen."""
     config, tensors = tiny
