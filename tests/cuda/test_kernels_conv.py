@@ -361,6 +361,7 @@ def test_mistakes_in_decode_are_caught(change):
     assert_caught(check, devices.Stream(), conv.short_conv_decode_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.slow  # ptxas; `make kernels` compiles and compares every kernel, too
 @pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(

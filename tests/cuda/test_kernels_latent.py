@@ -214,6 +214,7 @@ def test_a_norm_that_reaches_into_the_shared_keys_is_caught():
     assert_caught(lambda s: check_norm(2, 37, 3, stream=s), devices.Stream(), rms_norm_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.slow  # ptxas; `make kernels` compiles and compares every kernel, too
 @pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(

@@ -295,6 +295,7 @@ def test_mistakes_in_finalise_are_caught(change):
     assert_caught(check, devices.Stream(), lse.lse_finalise_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.slow  # ptxas; `make kernels` compiles and compares every kernel, too
 @pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(

@@ -280,6 +280,7 @@ def test_mistakes_in_swiglu_are_caught(change):
     assert_caught(check, devices.Stream(), moe.swiglu_kernel, simt.SimtError, **change)
 
 
+@pytest.mark.slow  # ptxas; `make kernels` compiles and compares every kernel, too
 @pytest.mark.no_gpu
 @chips
 @pytest.mark.parametrize(
