@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def solo(model_dir: Path, **settings: object) -> Iterator[Solo]:
     config = KimiLinearConfig.from_dir(model_dir)
     fleet = fleet_config(model_dir, 1, {"max_ctx": 4096, "segment_floor": 64, "slots": 2, **settings})
     layout = SlabLayout.from_spec(slab_spec(config, fleet, plan_policy(config, fleet)))
-    with HostSlabs(layout, fleet_id="solo", rank=0, incarnation="test") as slabs:
+    with HostSlabs(layout, fleet_id=f"solo{os.getpid()}", rank=0, incarnation="test") as slabs:
         slab = slabs.create()
         slabs.unlink()
         bells = Bells(layout, [slab], 0, steps_per_launch=2 * max(len(config.moe_layers), 1))

@@ -364,7 +364,8 @@ def test_settings_are_refused_before_anything_starts(model: Path, tmp_path: Path
 
 # ---- the launcher dies ----------------------------------------------------------------------------------------
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # not so by itself in what a shell runs in the background
 sys.path.insert(0, {here!r})
 import test_fleet
 from whalez.fleet import Fleet
