@@ -109,11 +109,16 @@ def rows_of(name: str) -> list[Row]:
 
 
 def measure(jobs: int) -> list[Row]:
-    names = list(KERNELS)
+    """Each kernel in a fresh process, but with one job in this one.
+
+    Compilers number their names, and the registers of a kernel may depend on what was compiled before it.
+    """
     if jobs == 1:
-        return sorted(row for name in names for row in rows_of(name))
-    with multiprocessing.get_context("spawn").Pool(jobs, initializer=load) as pool:
-        return sorted(row for rows in pool.imap_unordered(rows_of, names, chunksize=1) for row in rows)
+        return sorted(row for name in KERNELS for row in rows_of(name))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(modules())
+    with context.Pool(jobs, initializer=load, maxtasksperchild=1) as pool:
+        return sorted(row for rows in pool.imap_unordered(rows_of, list(KERNELS), chunksize=1) for row in rows)
 
 
 def faults(rows: list[Row]) -> Iterator[str]:
