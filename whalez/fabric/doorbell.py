@@ -592,18 +592,7 @@ class Bells:
 
 def warm() -> None:
     """Compile every kernel of this file, or load it from numba's cache, before the first launch."""
-    spec = SlabSpec(
-        world=1,
-        rows_max=1,
-        hidden=1,
-        top_k=0,
-        segment_rows_max=0,
-        halo_values=0,
-        package_heads=0,
-        key_dim=0,
-        value_dim=0,
-        latent_width=0,
-    )
+    spec = SlabSpec.of_bells(1)
     layout = SlabLayout.from_spec(spec)
     bells = Bells(layout, [PrivateSlab(0, layout.nbytes)], 0, spin_ns=0, slice_s=1e-6)
     self_only = np.zeros(1, np.int64)

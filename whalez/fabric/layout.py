@@ -87,6 +87,22 @@ class SlabSpec:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{field.name}: expected an integer >= {least}, got {value!r}")
 
+    @classmethod
+    def of_bells(cls, world: int) -> SlabSpec:
+        """Doorbells, and next to nothing else."""
+        return cls(
+            world=world,
+            rows_max=1,
+            hidden=1,
+            top_k=0,
+            segment_rows_max=0,
+            halo_values=0,
+            package_heads=0,
+            key_dim=0,
+            value_dim=0,
+            latent_width=0,
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:

@@ -666,7 +666,7 @@ class Explorer:
     def _ask_bells(self, rank: int, counts: tuple[int, ...], has_put: bool) -> bool:
         """Ring every launch bell as the loops of ranks at these counts have, put, and let this rank fall asleep."""
         world = self.world.ranks
-        layout = SlabLayout.from_spec(_slab(world))
+        layout = SlabLayout.from_spec(SlabSpec.of_bells(world))
         slabs = [PrivateSlab(owner, layout.nbytes) for owner in range(world)]
         bells = [self._bells_class(layout, slabs, owner) for owner in range(world)]
         for peer, count in enumerate(counts):
@@ -793,22 +793,6 @@ class Explorer:
             self._note(draft, stops=tuple(sorted(stops)))
         elif launch == last_launch + 1 and compose.kind is not do.LaunchKind.ORDINARY:
             raise PropertyBroken("a launch between", f"rank {rank}: {compose} right after seq {last_seq}")
-
-
-def _slab(world: int) -> SlabSpec:
-    """Bells, and next to nothing else."""
-    return SlabSpec(
-        world=world,
-        rows_max=1,
-        hidden=1,
-        top_k=0,
-        segment_rows_max=0,
-        halo_values=0,
-        package_heads=0,
-        key_dim=0,
-        value_dim=0,
-        latent_width=0,
-    )
 
 
 #: Troubles that a world may have one of, and how it is called.

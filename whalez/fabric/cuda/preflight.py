@@ -174,20 +174,7 @@ def choose(ballots: Sequence[Ballot], asked: str = "auto") -> Choice:
 
 # ---- doing it ------------------------------------------------------------------------------------------------------
 def _probe_layout(world: int) -> SlabLayout:
-    return SlabLayout.from_spec(
-        SlabSpec(
-            world=world,
-            rows_max=1,
-            hidden=1,
-            top_k=0,
-            segment_rows_max=0,
-            halo_values=0,
-            package_heads=0,
-            key_dim=0,
-            value_dim=0,
-            latent_width=0,
-        )
-    )
+    return SlabLayout.from_spec(SlabSpec.of_bells(world))
 
 
 class _Attempt:
