@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +49,6 @@ START_S = 300.0  #: the world has this long to come up
 STOPPED_S = 2.0  #: a rank that is stopped (SIGSTOP) for so long while the world comes up is dead
 RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
 STEADY_S = 60.0  #: a world that has served for so long ends a row of failures
-FRONT_SEES_S = 5.0  #: what a front has to notice that a world is back
 LOG_TAIL_LINES = 3
 TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
 AWAY = "away"  #: in the run folder while a kept front has no world behind it: why
@@ -118,7 +117,7 @@ class Pending:
 class _Process:
     """One child in its own process group. Owns: the child until `reap`, its pidfd, nothing of its log."""
 
-    def __init__(self, name: str, rank: int | None, command: Sequence[str], log: Path, pass_fds: Sequence[int]) -> None:
+    def __init__(self, name: str, rank: int | None, command: Sequence[str], log: Path) -> None:
         self.name = name
         self.rank = rank
         self.log = log
@@ -132,7 +131,6 @@ class _Process:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # a terminal's Ctrl-C reaches the launcher only, which then signals once
-                pass_fds=tuple(pass_fds),
                 env={**os.environ, **kernel_environment(os.environ)},
             )
         self.pid = self._popen.pid
@@ -596,13 +594,16 @@ class Fleet:
             self._spawn(f"rank {rank}", rank, self._command(self, rank), self.run_dir / f"rank-{rank}.log")
         self._links = [connect(address) for address in self.links]
         began = time.monotonic()
-        serving = [asyncio.create_task(self._until_serving(rank)) for rank in range(self.world)]
-        await self._unless_failed(serving, began)
+        await self._unless_failed({f"rank {rank}": self._until_serving(rank) for rank in range(self.world)}, began)
         (self.run_dir / AWAY).unlink(missing_ok=True)
         if self.listen is not None:
-            has_front = any(process.rank is None for process in self._processes)
-            work = self._until_front_serves(self.listen) if has_front else self._start_front(self.listen)
-            await self._unless_failed([asyncio.create_task(work)], began)
+            if all(process.rank is not None for process in self._processes):  # else one has outlived a world
+                self._start_front(self.listen)
+            host, port = parse_listen(self.listen)
+            fronts = {"front": self._until_front_serves(host, port)}
+            for rank in range(self.world):
+                fronts[f"the front of rank {rank}"] = self._until_front_serves(host, port + 1 + rank)
+            await self._unless_failed(fronts, began)
         self._has_served = True
         if self.hold_on_failure:
             self._watching = asyncio.create_task(self._tell_of_held())
@@ -617,9 +618,10 @@ class Fleet:
             self._progress(f"rank {rank}: http://{shown}:{port + 1 + rank}")
         self._progress(f"all ranks: http://{shown}:{port} (logs in {self.run_dir})")
 
-    async def _unless_failed(self, tasks: Sequence[asyncio.Task[None]], began: float) -> None:
-        """Wait for the tasks. Raises the fleet's failure as soon as there is one."""
-        work = asyncio.gather(*tasks)
+    async def _unless_failed(self, works: Mapping[str, Coroutine[Any, Any, None]], began: float) -> None:
+        """Wait for all that is to come up, by name. Raises the fleet's failure as soon as there is one."""
+        tasks = {name: asyncio.create_task(work) for name, work in works.items()}
+        work = asyncio.gather(*tasks.values())
         try:
             while not work.done():
                 await asyncio.wait({work}, timeout=0.1)
@@ -633,17 +635,17 @@ class Fleet:
                     if process.rank is not None and process.stopped_s() > STOPPED_S:
                         raise PeerDied(process.rank, f"stopped for {STOPPED_S:g} s while the world came up")
                 if time.monotonic() - began > self.start_s:
-                    raise WhalezError(self._who_is_late())
+                    raise WhalezError(self._who_is_late([name for name, task in tasks.items() if not task.done()]))
             work.result()
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    def _who_is_late(self) -> str:
-        late = [p for p in self._processes if p.rank is None or self._statuses[p.rank] is None]
-        words = late[0].last_words() if late else ""
-        names = ", ".join(p.name for p in late)
-        return f"not serving after {self.start_s:g} s: {names}" + (f"; last words: {words}" if words else "")
+    def _who_is_late(self, names: Sequence[str]) -> str:
+        """A rank's front writes where its rank does."""
+        logs = [process.last_words() for process in self._processes if names[0].endswith(process.name)]
+        words = "; ".join(f"last words: {log}" for log in logs if log)
+        return f"not serving after {self.start_s:g} s: {', '.join(names)}" + (f"; {words}" if words else "")
 
     async def _until_serving(self, rank: int) -> None:
         while True:
@@ -655,57 +657,34 @@ class Fleet:
                     return
             await asyncio.sleep(0.05)
 
-    async def _start_front(self, listen: str) -> None:
-        read_fd, write_fd = os.pipe()
-        try:
-            command = front_command(
-                self.links,
-                listen,
-                self.model.resolve().name,
-                model_dir=str(self.model),
-                ready_fd=write_fd,
-                grace_s=LEAVE_S + FRONT_GRACE_S,
-                away=str(self.run_dir / AWAY),
-            )
-            self._spawn("front", None, command, self.run_dir / "front.log", pass_fds=[write_fd])
-        finally:
-            os.close(write_fd)
-        loop = asyncio.get_running_loop()
-        ready = loop.create_future()
+    def _start_front(self, listen: str) -> None:
+        command = front_command(
+            self.links,
+            listen,
+            self.model.resolve().name,
+            model_dir=str(self.model),
+            grace_s=LEAVE_S + FRONT_GRACE_S,
+            away=str(self.run_dir / AWAY),
+        )
+        self._spawn("front", None, command, self.run_dir / "front.log")
 
-        def said() -> None:
-            if not ready.done():
-                ready.set_result(os.read(read_fd, 16))
-
-        loop.add_reader(read_fd, said)
-        try:
-            if not await ready:  # it closed the pipe without a word: it is on its way out, and its exit says why
-                await asyncio.Event().wait()
-        finally:
-            loop.remove_reader(read_fd)
-            os.close(read_fd)
-
-    async def _until_front_serves(self, listen: str) -> None:
-        """Until a front that has outlived a world says that all ranks are well. It asks them itself to say so."""
-        host, port = parse_listen(listen)
-        deadline = time.monotonic() + FRONT_SEES_S
-        while time.monotonic() < deadline:
+    async def _until_front_serves(self, host: str, port: int) -> None:
+        """Until a front says that its ranks are well; it asks them to say so, and from then on it passes requests."""
+        while True:
             with contextlib.suppress(OSError):
                 reader, writer = await asyncio.open_connection(host, port)
-                writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-                status = await reader.readline()
-                writer.close()
-                if b" 200 " in status:
-                    return
+                try:
+                    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+                    if b" 200 " in await reader.readline():
+                        return
+                finally:
+                    writer.close()
             await asyncio.sleep(0.05)
-        self._progress("the front has not seen all ranks serve yet")
 
-    def _spawn(
-        self, name: str, rank: int | None, command: Sequence[str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> None:
+    def _spawn(self, name: str, rank: int | None, command: Sequence[str], log: Path) -> None:
         if self._stopping.is_set:
             raise Unavailable("the fleet was stopped")
-        process = _Process(name, rank, command, log, pass_fds)
+        process = _Process(name, rank, command, log)
         self._processes.append(process)
         asyncio.get_running_loop().add_reader(process.pidfd, self._note_exit, process)
 
@@ -860,6 +839,8 @@ class Fleet:
                         pending._tokens.put(response.token)
                     case Done():
                         pending._settle(self._generated(response))
+                    case Failed(kind="gone"):
+                        await asyncio.Event().wait()  # for `_end_requests`, which knows who died
                     case Failed():
                         pending._settle(_failure(response, where))
         except WhalezError as error:

@@ -290,30 +290,46 @@ def test_a_rank_that_comes_later_is_waited_for(ipc, closing):
     assert isinstance(list(stream)[-1], Done)
 
 
-def test_a_silent_rank_fails_the_open_requests(ipc, closing):
-    rank = Rank(ipc)
-    client = closing(LinkClient(ipc, silence_s=0.3))
-    stream = client.submit(submit("r", 0))
-    rank.wait_seen(lambda each: each.request_id == "r")
-    rank.server.close()
-    (failed,) = stream
+def test_a_silent_rank_fails_the_open_requests(tmp_path, closing):
+    """Somebody accepts and shakes hands, and then says nothing."""
+    context = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as mute:
+        mute.bind(f"ipc://{tmp_path}/mute")
+        client = closing(LinkClient(f"ipc://{tmp_path}/mute", silence_s=0.3))
+        (failed,) = client.submit(submit("r", 0))
+        client.close()
     assert failed.kind == "unavailable"
     assert "has not answered" in failed.reason
 
 
-def test_a_restarted_rank_fails_what_the_earlier_one_had(ipc, closing):
+@pytest.mark.parametrize("tokens", [0, 3, 5000])
+def test_the_last_words_of_a_rank_come_before_its_end(ipc, closing, tokens):
+    """It has sent all of them when it is gone; what it did not answer ends at once, not after a time of silence."""
     rank = Rank(ipc)
-    client = closing(LinkClient(ipc))
-    assert client.status(TIMEOUT_S).incarnation == "first"
-    stream = client.submit(submit("r", 0))
-    rank.wait_seen(lambda each: each.request_id == "r")
+    client = closing(LinkClient(ipc, silence_s=TIMEOUT_S))
+    said = client.submit(submit("said", tokens))
+    unsaid = client.submit(submit("unsaid", 0))
+    rank.wait_seen(lambda each: each.request_id == "unsaid")
     rank.server.close()
-    again = closing(Rank(ipc))
-    again.status = msgspec.structs.replace(STATUS, incarnation="second")
-    (failed,) = stream
-    assert failed.kind == "unavailable"
-    assert "restarted" in failed.reason
-    assert isinstance(list(client.submit(submit("s", 1)))[-1], Done)
+    if tokens:
+        assert [each.token for each in said if isinstance(each, TokenOut)] == [i * i for i in range(tokens)]
+    began = time.monotonic()
+    (failed,) = unsaid
+    assert (failed.kind, failed.reason) == ("gone", "its process has ended")
+    assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+def test_a_restarted_rank_gets_what_the_earlier_one_never_got(ipc, closing):
+    rank = Rank(ipc)
+    client = closing(LinkClient(ipc, connect_timeout_s=TIMEOUT_S))
+    old = client.submit(submit("old", 0))
+    rank.wait_seen(lambda each: each.request_id == "old")
+    rank.server.close()
+    (failed,) = old
+    assert failed.kind == "gone"
+    new = client.submit(submit("new", 1))
+    closing(Rank(ipc))
+    assert isinstance(list(new)[-1], Done)
 
 
 def test_close_ends_what_waits(ipc, closing):

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -141,10 +141,12 @@ def test_every_client_hears_which_rank_was_killed(tiny: Path, tmp_path: Path, st
             if sum(running) == total and min(running) > 0:
                 return
             assert time.monotonic() < deadline, running
+            assert [answer.result() for answer in answers if answer.done()] == []
             time.sleep(0.02)
 
+    answers: list[Future[tuple[int, str, float]]] = []
     with ThreadPoolExecutor(len(behind_one) + len(behind_own)) as pool:
-        answers = [pool.submit(last_words, *each, begun) for each in behind_one]
+        answers += [pool.submit(last_words, *each, begun) for each in behind_one]
         until_running(2 * world)
         answers += [pool.submit(last_words, *each, begun) for each in behind_own]
         until_running(4 * world)

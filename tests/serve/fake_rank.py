@@ -1,11 +1,15 @@
 """A rank process without an engine: it takes the real rank's command line and speaks over the real link.
 
+With --listen it has a real front, too.
+
 Its behaviour is the folder's `behave.json` {rank: word}, so that a test chooses it without a flag of the real command:
   (none)    serves: answers every prompt with its tokens plus one, one token each 1 ms; leaves on STOP
   dies      prints a reason and exits 3 before it serves
   mute      never serves
   stops     is stopped before it says a word
   stubborn  ignores STOP, and has a child that does so too
+  later     serves a second before its front starts
+  alone     serves without a front
   tells     exits 1 naming the peer that died, as soon as a peer's pid in peers.json is gone or stopped
 """
 
@@ -26,7 +30,7 @@ import numpy as np
 from whalez.hub.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
 from whalez.hub.zmq_link import LinkServer
 from whalez.serve.links import link_address
-from whalez.serve.process import STOP
+from whalez.serve.process import STOP, front_command
 
 
 def main() -> int:
@@ -36,6 +40,7 @@ def main() -> int:
     for flag in ("--model", "--run", "--fleet-id"):
         parser.add_argument(flag, required=True)
     parser.add_argument("--capture", action="store_true")
+    parser.add_argument("--listen")
     args, _ = parser.parse_known_args()
     run_dir = Path(args.run)
     words = json.loads((Path(args.model) / "behave.json").read_text())
@@ -114,7 +119,13 @@ def main() -> int:
             model="fake",
         )
 
-    server = LinkServer(link_address(run_dir, args.rank), on_request, status)
+    address = link_address(run_dir, args.rank)
+    server = LinkServer(address, on_request, status)
+    if behaviour == "later":
+        leaving.wait(1.0)
+    front = None
+    if args.listen is not None and behaviour != "alone":
+        front = subprocess.Popen(front_command([address], args.listen, "fake", parent=os.getpid()))
     print(f"rank {args.rank} up, argv {sys.argv[1:]}", flush=True)
     while not leaving.wait(0.02):
         if behaviour == "tells":
@@ -124,6 +135,9 @@ def main() -> int:
                         print(f"whalez: rank {args.rank}: rank {rank} died: noticed by rank {args.rank}", flush=True)
                         return 1
     server.close()
+    if front is not None:
+        front.terminate()
+        front.wait()
     return 0
 
 

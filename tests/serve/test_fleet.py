@@ -230,9 +230,20 @@ def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
             assert time.monotonic() - began < 2
     taken = socket.socket()
     with taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past the rests of connections to this fleet
         taken.bind(("127.0.0.1", port + 2))
+        taken.listen()
         with pytest.raises(HubError, match=str(port + 2)):
             start(world=2, listen=f"127.0.0.1:{port}")
+
+
+def test_a_url_that_is_shown_takes_requests(start: Callable[..., Fleet]) -> None:
+    """Rank 1's front is a second late; that of all ranks has not heard of any by itself when it begins to listen."""
+    port = free_ports(3)
+    start(world=2, behave={1: "later"}, listen=f"127.0.0.1:{port}")
+    for offset in (2, 1, 0):
+        answer = httpx.post(f"http://127.0.0.1:{port + offset}/v1/completions", json={"prompt": "ab", "max_tokens": 3})
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "bcb")
 
 
 def test_a_front_knows_no_arrays() -> None:
@@ -254,9 +265,11 @@ def test_a_rank_that_dies_at_start_fails_the_start(start: Callable[..., Fleet]) 
     assert time.monotonic() - began < 5
 
 
-def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> None:
-    with pytest.raises(WhalezError, match=r"not serving after 5 s: rank 1; last words: rank 1 up"):
-        start(world=2, behave={1: "mute"}, start_s=5)
+@pytest.mark.parametrize(("behaviour", "late"), [("mute", "rank 1"), ("alone", "the front of rank 1")])
+def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet], behaviour: str, late: str) -> None:
+    port = free_ports(3)
+    with pytest.raises(WhalezError, match=rf"not serving after 5 s: {late}; last words: rank 1 up"):
+        start(world=2, behave={1: behaviour}, listen=f"127.0.0.1:{port}", start_s=5)
 
 
 def test_a_rank_that_is_stopped_at_its_start_is_named_soon(

@@ -23,6 +23,7 @@ from whalez.hub.sockets import SocketOptions
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_COMING_AND_GOING = _FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _TOLD_MAX = 64  #: different refusals that are logged; a flood of strangers must not fill a disk
 _EVENTS_PER_TURN = 256
 
@@ -31,10 +32,9 @@ class Monitor:
     """Events of one socket. Used by the socket's thread; poll `events`. Owns: a PAIR. Closed by: `close`, before the
     socket."""
 
-    def __init__(self, watched: zmq.Socket[bytes], options: SocketOptions) -> None:
+    def __init__(self, watched: zmq.Socket[bytes], options: SocketOptions, kinds: int = _COMING_AND_GOING) -> None:
         address = f"inproc://monitor-{next(_numbers)}"
-        mask = _FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        watched.monitor(address, mask)
+        watched.monitor(address, kinds)
         self._watched = watched
         self.events = sockets.make_socket(watched.context, zmq.PAIR, options)
         self.events.set(zmq.RCVHWM, 0)  # a full pipe would block the I/O thread, and with it every connection

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+PROCESS_ENDED = "its process has ended"  #: what a client says of a rank that is gone; a link never leaves its machine
+
 
 class LinkMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of everything that crosses the link."""
@@ -79,7 +81,7 @@ class Failed(LinkMessage, frozen=True):
     """The request ended without a result."""
 
     request_id: str
-    kind: str  #: "invalid" (client's fault) | "unavailable" | "internal" | "cancelled"
+    kind: str  #: "invalid" (client's fault) | "unavailable" | "gone" (the rank) | "internal" | "cancelled"
     reason: str
     param: str | None = None
 

@@ -4,6 +4,8 @@ ZeroMQ facts the choices rest on:
 - A ROUTER drops what it cannot route unless ROUTER_MANDATORY is set; then an unknown peer is EHOSTUNREACH and a full
   pipe EAGAIN. All sends here are NOBLOCK, SNDTIMEO = 0 only keeps a forgotten flag from hanging a thread
   (a mandatory send with SNDTIMEO = -1 blocks for ever when the full peer vanishes).
+- With IMMEDIATE, frames that came and were not read yet go when their connection ends. Without it, frames are taken
+  for a peer that is not there.
 - Two connections with one routing id make one of them mute, so nobody sets a routing id. The rank is in the frames.
 - A connect without CONNECT_TIMEOUT can sit in SYN_SENT for two minutes.
 - ZMTP heartbeats are answered by the I/O thread, so they say nothing about the thread that reads, and a connection
@@ -110,14 +112,17 @@ def connect(
     address: str,
     options: SocketOptions,
     prepare: Callable[[zmq.Socket[bytes]], None] = _as_it_is,
+    *,
+    keeps_unread: bool = False,
 ) -> zmq.Socket[bytes]:
     """A DEALER that keeps trying to reach `address` in the background; `prepare` is called with it before.
 
     It takes nothing to send before it is connected (EAGAIN), so that what could not be delivered is never queued in
-    the dark. Raises: HubError for a malformed address.
+    the dark. With `keeps_unread` it is the other way round, and what a connection brought can be read after its end.
+    Raises: HubError for a malformed address.
     """
     dealer = make_socket(context, zmq.DEALER, options, ipv6=is_ipv6(address))
-    dealer.set(zmq.IMMEDIATE, 1)
+    dealer.set(zmq.IMMEDIATE, int(not keeps_unread))
     prepare(dealer)
     try:
         dealer.connect(address)

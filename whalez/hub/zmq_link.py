@@ -1,8 +1,8 @@
 """The request link: how a client (front process, script) reaches the loop of one rank and hears its tokens.
 
 Both ends are a thread with one socket, an outbox and an eventfd, so the loop and an event loop touch no socket.
-Status is answered by the server's thread, whatever the loop does; a client therefore knows a rank as gone when it
-answers no status, and as restarted when the incarnation in the status changed.
+Status is answered by the server's thread, whatever the loop does; a client therefore knows a rank as gone when its end
+of the link is closed or answers no status.
 """
 
 from __future__ import annotations
@@ -23,15 +23,27 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import RequestError, Unavailable, WireError
 from whalez.hub import sockets, wire
-from whalez.hub.connections import listen
+from whalez.hub.connections import Monitor, listen
 from whalez.hub.processes import Wake
-from whalez.hub.requests import CancelRequest, Done, Failed, LinkMessage, Response, Status, StatusQuery, Submit
+from whalez.hub.requests import (
+    PROCESS_ENDED,
+    CancelRequest,
+    Done,
+    Failed,
+    LinkMessage,
+    Response,
+    Status,
+    StatusQuery,
+    Submit,
+)
 from whalez.hub.sockets import SocketOptions
 
 _log = logging.getLogger(__name__)
 
 _RETRY_NS = 5_000_000  # a full ROUTER pipe, or a DEALER that is not connected, can not be polled for
 _CLOSE_NS = 1_000_000_000
+_BEGUN = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_ENDED = zmq.EVENT_CONNECT_RETRIED  # behind the last frame of a connection, unlike DISCONNECTED; also of vain tries
 _PING_NS = 1_000_000_000
 _IDLE_NS = 500_000_000
 #: Responses that may wait for one client: a client that lets so many pile up does not read.
@@ -259,14 +271,15 @@ class _ClientThread:
         self._queries: dict[str, Callable[[Status | None], None]] = {}
         self._outbox: deque[tuple[int, LinkMessage]] = deque()  # (give up at, message)
         self._is_closing = False
-        self._incarnation: str | None = None
         self._heard_ns = now_ns()
         self._asked_ns: int | None = None  # oldest ping without any answer since
         self._ping_number = itertools.count()
         self._unsent: tuple[int, LinkMessage, bytes] | None = None
+        self._options = options or SocketOptions()
         self._context = sockets.make_context()
+        self._poller = zmq.Poller()
         try:
-            self._dealer = sockets.connect(self._context, address, options or SocketOptions())
+            self._connect()
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -325,19 +338,33 @@ class _ClientThread:
         except WireError as error:
             raise RequestError(str(error)) from None
 
+    def _connect(self) -> None:
+        monitors: list[Monitor] = []
+        self._dealer = sockets.connect(
+            self._context,
+            self._address,
+            self._options,
+            lambda made: monitors.append(Monitor(made, self._options, _BEGUN | _ENDED)),
+            keeps_unread=True,
+        )
+        (self._monitor,) = monitors
+        self._is_connected = False
+        self._poller.register(self._dealer, zmq.POLLIN)
+        self._poller.register(self._monitor.events, zmq.POLLIN)
+
     # ---- the thread --------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._wake.fd, zmq.POLLIN)
+        self._poller.register(self._wake.fd, zmq.POLLIN)
         reason = f"the link to {self._address} is closed"
         try:
             while not self._is_closing:
-                ready = dict(poller.poll(self._wait_ms()))
+                ready = dict(self._poller.poll(self._wait_ms()))
                 if self._wake.fd in ready:
                     self._wake.clear()
                 if self._dealer in ready:
                     self._read()
+                if self._monitor.events in ready:
+                    self._look_at_connection()
                 self._watch()
                 self._send_waiting()
             self._send_waiting()
@@ -347,7 +374,7 @@ class _ClientThread:
                 self._is_closing = True
         finally:
             self._fail_all(reason)
-            self._dealer.close()
+            self._disconnect()
 
     def _wait_ms(self) -> int | None:
         with self._lock:
@@ -355,27 +382,52 @@ class _ClientThread:
                 return _RETRY_NS // 1_000_000
             return _IDLE_NS // 1_000_000 if self._sinks else None
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """False when all that has come is read."""
         for _ in range(sockets.FRAMES_PER_TURN):
             try:
                 data = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             try:
                 response = wire.decode_link(data)
             except WireError as error:
                 self._fail_all(f"{self._address} does not speak this protocol: {error}")
-                return
+                return False
             self._heard_ns = now_ns()
             self._asked_ns = None
             self._deliver(response)
+        return True
+
+    def _look_at_connection(self) -> None:
+        for event, _ in self._monitor.read():
+            if event == _ENDED and self._is_connected:
+                self._end_connection()
+                return
+            self._is_connected |= event == _BEGUN
+
+    def _end_connection(self) -> None:
+        """The rank is gone: first what it still said, then the end of all it was sent, then a socket that has none."""
+        while self._read():
+            pass
+        with self._lock:
+            messages = [message for _, message in self._outbox] + ([self._unsent[1]] if self._unsent else [])
+            unsent = {message.request_id for message in messages if isinstance(message, Submit)}
+            sent = [request_id for request_id in self._sinks if request_id not in unsent]
+        for request_id in sent:
+            self._fail(request_id, PROCESS_ENDED, kind="gone")
+        self._disconnect(linger_ms=0)
+        self._connect()
+
+    def _disconnect(self, linger_ms: int | None = None) -> None:
+        self._poller.unregister(self._monitor.events)
+        self._poller.unregister(self._dealer)
+        self._monitor.close()
+        self._dealer.close(linger=linger_ms)
 
     def _deliver(self, response: LinkMessage) -> None:
         match response:
             case Status():
-                if self._incarnation not in (None, response.incarnation):
-                    self._fail_all(f"rank {response.rank} was restarted")
-                self._incarnation = response.incarnation
                 with self._lock:
                     answer = self._queries.pop(response.query_id, None)
                 if answer is not None:
@@ -421,20 +473,28 @@ class _ClientThread:
                     give_up_ns, message = self._outbox.popleft()
                 self._unsent = (give_up_ns, message, wire.encode_link(message))
             give_up_ns, message, data = self._unsent
-            try:
-                self._dealer.send(data, zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._put_on_wire(data):
                 if now_ns() < give_up_ns:
                     return
                 if isinstance(message, Submit):
                     self._fail(message.request_id, f"no rank answers at {self._address}")
             self._unsent = None
 
-    def _fail(self, request_id: str, reason: str) -> None:
+    def _put_on_wire(self, data: bytes) -> bool:
+        """Not before there is a connection: nothing is queued in the dark."""
+        if not self._is_connected:
+            return False
+        try:
+            self._dealer.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _fail(self, request_id: str, reason: str, *, kind: str = "unavailable") -> None:
         with self._lock:
             sink = self._sinks.pop(request_id, None)
         if sink is not None:
-            sink(Failed(request_id=request_id, kind="unavailable", reason=reason))
+            sink(Failed(request_id=request_id, kind=kind, reason=reason))
 
     def _fail_all(self, reason: str) -> None:
         with self._lock:
@@ -471,8 +531,9 @@ class LinkClient:
     def submit(self, request: Submit) -> Iterator[Response]:
         """Send now; iterate over TokenOut..., ended by one Done or Failed (which is yielded, not raised).
 
-        A rank that is silent, gone or restarted ends it with Failed(kind="unavailable"). Leaving the iterator
-        early (`close`) cancels the request.
+        A rank that is silent ends it with Failed(kind="unavailable"), one that is gone with "gone", as soon as that is
+        seen and after all that it had sent before. Leaving the iterator early (`close`) cancels the
+        request.
         Raises: RequestError for a request that can not travel; Unavailable after `close`.
         """
         responses: queue.SimpleQueue[Response] = queue.SimpleQueue()

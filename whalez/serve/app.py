@@ -29,7 +29,7 @@ from whalez.serve.links import Ranks, RankView
 from whalez.serve.tokenizer import StopFilter, Tokenizer
 
 RETRY_AFTER_S = 5
-LAST_WORDS_S = 0.25  #: what a process said before it ended is with us this soon after
+LAST_WORDS_S = 1.0  #: the link of a process that has ended says so after its last words, and no later than this
 MAX_BODY_BYTES = 64 * 2**20  #: a million ids as JSON are about 8 MB
 
 _json = msgspec.json.Encoder()
@@ -194,10 +194,6 @@ class Front:
             chunks.append({**completions.completion(*name, "", None), "choices": [], "usage": counts})
         return chunks
 
-    def _patience(self) -> float:
-        """Seconds that a lost rank's last words may take; none while the fleet stops: the killed say nothing."""
-        return 0.0 if self.draining else LAST_WORDS_S
-
     async def _pieces(self, ask: Ask, view: RankView) -> AsyncGenerator[Piece, None]:
         """One piece for every token that makes text certain, then exactly one with a finish reason.
 
@@ -213,7 +209,7 @@ class Front:
         responses = view.link.submit(ask.submit)
         try:
             while True:
-                response = await _next_or_lost(responses, view, self._patience)
+                response = await _next_or_lost(responses, view)
                 match response:
                     case TokenOut():
                         tokens.append(response.token)
@@ -271,14 +267,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _next_or_lost(responses: AsyncIterator[Any], view: RankView, patience: Callable[[], float]) -> Any:
-    """The next response, or Unavailable once the rank is lost, `patience` seconds later."""
+async def _next_or_lost(responses: AsyncIterator[Any], view: RankView) -> Any:
+    """The next response, or Unavailable once the rank is lost."""
     coming = asyncio.ensure_future(anext(responses))
     losing = asyncio.ensure_future(view.lost.wait())
     try:
         await asyncio.wait({coming, losing}, return_when=asyncio.FIRST_COMPLETED)
-        if not coming.done():  # a rank that stops says why, and its last words may come after its end
-            await asyncio.wait({coming}, timeout=patience())
+        if not coming.done():  # a rank that stops says why, and we may know of its end before we know that
+            await asyncio.wait({coming}, timeout=LAST_WORDS_S)
         if coming.done():
             return coming.result()
         raise Unavailable(f"{view.name}: {view.how_lost}")
@@ -295,7 +291,7 @@ def _failure(failed: Failed, view: RankView) -> WhalezError:
     reason = failed.reason if view.name in failed.reason else f"{view.name}: {failed.reason}"
     if failed.kind == "invalid":
         return RequestError(failed.reason, param=failed.param)
-    if failed.kind in ("unavailable", "cancelled"):
+    if failed.kind in ("unavailable", "gone", "cancelled"):
         return Unavailable(reason)
     return WhalezError(reason)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,10 +26,9 @@ from whalez.serve.tokenizer import load_tokenizer
 class FrontServer(uvicorn.Server):
     """uvicorn with our reading of signals: the first drains, a second leaves at once; a parent that is gone drains."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, ready_fd: int | None) -> None:
+    def __init__(self, config: uvicorn.Config, front: Front) -> None:
         super().__init__(config)
         self._front = front
-        self._ready_fd = ready_fd
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # uvicorn's own raises the signal again at the end: a traceback
@@ -49,12 +46,6 @@ class FrontServer(uvicorn.Server):
         self.force_exit |= insists and self.should_exit
         self.should_exit = True
         self._front.draining = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self._ready_fd is not None and self.started:
-            os.write(self._ready_fd, b"ready\n")
-            os.close(self._ready_fd)
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -75,7 +66,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         lifespan="on",
         backlog=1024,
     )
-    server = FrontServer(config, front, arguments.ready_fd)
+    server = FrontServer(config, front)
     host, port = sock.getsockname()[:2]
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await server.serve(sockets=[sock])
@@ -91,7 +82,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
     parser.add_argument("--away", type=Path, metavar="FILE", help="while it exists, refuse with what is written in it")
     parser.add_argument("--parent", type=int, metavar="PID", help="end with this process")
-    parser.add_argument("--ready-fd", type=int, metavar="FD", help="write a line here once requests are taken")
     return parser.parse_args(argv)
 
 

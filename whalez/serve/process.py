@@ -29,7 +29,6 @@ def front_command(
     *,
     model_dir: str | None = None,
     parent: int | None = None,
-    ready_fd: int | None = None,
     grace_s: float = FRONT_GRACE_S,
     away: str | None = None,
 ) -> list[str]:
@@ -41,8 +40,6 @@ def front_command(
         command += ["--model", model_dir]
     if parent is not None:
         command += ["--parent", str(parent)]
-    if ready_fd is not None:
-        command += ["--ready-fd", str(ready_fd)]
     if away is not None:
         command += ["--away", away]
     return [*command, "--grace", str(grace_s)]
