@@ -15,6 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.ports import free_ports
 from whalez.errors import ConfigError, HubError, WireError
 from whalez.hub import admin, wire
 from whalez.hub.keys import load_keys, make_keys
@@ -187,9 +188,7 @@ def keys(tmp_path):
 def where(request, tmp_path):
     if request.param == "ipc":
         return f"ipc://{tmp_path}/guarded"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports()}"
 
 
 def test_with_keys_a_rank_may_look_and_an_admin_may_order(keys, where):

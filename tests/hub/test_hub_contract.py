@@ -1,7 +1,6 @@
 """What every hub must do, whatever carries its words."""
 
 import contextlib
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 
+from helpers.ports import free_ports
 from whalez.errors import FleetRefused, HubError, PeerDied, WireError
 from whalez.hub.interface import Hub, HubLimits
 from whalez.hub.local import LocalHub
@@ -41,9 +41,7 @@ class World:
         if self.kind == "ipc":
             address = f"ipc://{self.folder}/hub.sock"
         else:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            address = f"tcp://127.0.0.1:{free_ports()}"
         self.hubs = [
             ZmqHub(rank, world, address, sequencer=None if rank else self.sequencer, limits=limits, options=options)
             for rank in range(world)

@@ -5,7 +5,6 @@ import os
 import random
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from hub_child import EchoSequencer
 from hub_helpers import collect, hello
 
+from helpers.ports import free_ports
 from whalez.errors import HubError, PeerDied
 from whalez.hub.interface import HubLimits
 from whalez.hub.sockets import SocketOptions
@@ -75,9 +75,7 @@ class Rank:
 def address(request, tmp_path):
     if request.param == "ipc":
         return f"ipc://{tmp_path}/hub.sock"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports()}"
 
 
 @pytest.fixture

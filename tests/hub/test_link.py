@@ -16,6 +16,7 @@ import pytest
 import zmq
 from hub_helpers import TIMEOUT_S
 
+from helpers.ports import free_ports
 from whalez.errors import HubError, RequestError, Unavailable
 from whalez.hub import wire
 from whalez.hub.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
@@ -94,9 +95,7 @@ class Rank:
 def address(request, tmp_path):
     if request.param == "ipc":
         return f"ipc://{tmp_path}/rank-3.sock"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports()}"
 
 
 @pytest.fixture

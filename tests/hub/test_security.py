@@ -17,6 +17,7 @@ from test_hub_processes import Rank, leave
 from test_link import Rank as LinkRank
 from test_link import done, submit
 
+from helpers.ports import free_ports
 from whalez.errors import ConfigError, FleetRefused, HubError
 from whalez.hub import sockets, wire
 from whalez.hub.connections import listen
@@ -42,9 +43,7 @@ def keys(tmp_path):
 
 @pytest.fixture
 def tcp_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports()}"
 
 
 def wait_for(is_so, what):
@@ -100,7 +99,7 @@ def test_a_rank_that_may_not_join_is_named_at_both_ends_and_both_end(
 ):
     """The rank ends as soon as it knows, the hub when its start is over; nothing hangs at exit."""
     address = tcp_address if kind == "tcp" else f"ipc://{tmp_path}/hub.sock"
-    start_s = 1.2
+    start_s = 3.0
     has_none = bad_keys is _hub_has_none
     zero = Rank(0, 2, address, **({} if has_none else {"keys": keys}), start_s=start_s)
     ranks.append(zero)

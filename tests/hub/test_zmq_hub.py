@@ -12,6 +12,7 @@ import pytest
 import zmq
 from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 
+from helpers.ports import free_ports
 from whalez.errors import HubError, PeerDied
 from whalez.hub import wire
 from whalez.hub.interface import HubLimits
@@ -19,12 +20,6 @@ from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.rendezvous.events import Received
 from whalez.rendezvous.messages import Bye, Mapped, Post, Ready, Refused
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -58,7 +53,7 @@ class Bomb:
 
 
 def test_strangers_are_counted_refused_and_do_no_harm(start):
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://127.0.0.1:{free_ports()}"
     hubs = start([address, address])
     garbage = [b"", b"WHLZ", pickle.dumps(Bomb()), os.urandom(500), wire.encode(Bye(rank=0), "x")[:-1]]
     context = zmq.Context()
@@ -154,7 +149,7 @@ class Proxy:
 
 def test_a_cut_connection_ends_the_fleet_instead_of_losing_frames(start):
     """ZeroMQ would reconnect and go on as if nothing had been on its way."""
-    port = free_port()
+    port = free_ports()
     proxy = Proxy(port)
     try:
         hubs = start([f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{proxy.port}", f"tcp://127.0.0.1:{port}"])

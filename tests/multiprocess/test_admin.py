@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.ports import free_ports
 from whalez.admin import commands, launches, postmortem, whales
 from whalez.admin.asking import Ranks
 from whalez.errors import PeerDied, RequestError, Unavailable
@@ -287,9 +287,7 @@ def test_held_ranks_stay_for_a_debugger_and_leave_when_the_fleet_is_stopped(
 @pytest.mark.slow
 def test_whalez_fleet_exits_with_0_when_it_was_drained(tiny: Path, tmp_path: Path) -> None:
     """Also with --restart: a fleet that was sent away does not come back, and its front goes with it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports(3)
     words = ["fleet", "--model", str(tiny), "--world", "2", "--listen", f"127.0.0.1:{port}", "--run", str(tmp_path)]
     command = [sys.executable, "-m", "whalez.cli", *words, "--max-ctx", "2048", "--restart"]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -16,8 +16,8 @@ import httpx
 import pytest
 import zmq
 from click.testing import CliRunner
-from test_http import free_ports
 
+from helpers.ports import free_ports
 from whalez.cli import whalez
 from whalez.errors import ConfigError
 from whalez.fleet import Fleet

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,23 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from helpers.ports import free_ports
 from whalez.errors import PeerDied
 from whalez.fleet import Fleet
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` adjacent ports that are free now."""
-    for port in range(18300, 60000, 101):
-        try:
-            for offset in range(count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port + offset))
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no free ports")
 
 
 @pytest.fixture(scope="module")

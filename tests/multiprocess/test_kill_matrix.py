@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from conftest import SETTINGS  # type: ignore[attr-defined]
-from test_http import free_ports
 
 from helpers.faults import (
     STUCK_S,
@@ -29,6 +28,7 @@ from helpers.faults import (
     wait_until,
     waits_on,
 )
+from helpers.ports import free_ports
 from whalez.errors import PeerDied
 from whalez.fleet import Fleet
 from whalez.testing.faults import PLACES

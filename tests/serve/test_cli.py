@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from test_fleet import free_ports, group_lives
+from fake_fleet import group_lives
 
+from helpers.ports import free_ports
 from whalez import cli
 from whalez.engine import captures as capture
 from whalez.errors import WhalezError
@@ -31,8 +32,8 @@ from whalez.warm import FILL_COMMAND
 DRIVER = """
 import sys
 sys.path.insert(0, {here!r})
-import test_fleet, whalez.fleet
-whalez.fleet.rank_command = test_fleet.fake_command
+import fake_fleet, whalez.fleet
+whalez.fleet.rank_command = fake_fleet.fake_command
 whalez.fleet.LEAVE_S = {leave_s}
 whalez.fleet.Fleet._prepare = lambda self: None
 from whalez.cli import main

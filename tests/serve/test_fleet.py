@@ -20,21 +20,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_fleet import fake_command, group_lives
 
 import whalez
+from helpers.ports import free_ports
 from whalez.errors import CheckpointError, ConfigError, HubError, PeerDied, RequestError, Unavailable, WhalezError
-from whalez.fleet import Fleet, Pending, rank_command
+from whalez.fleet import Fleet, Pending
 
 pytestmark = pytest.mark.multiprocess
-
-FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
-
-
-def fake_command(fleet: Fleet, rank: int) -> list[str]:
-    """The real command line with another program in front."""
-    real = rank_command(fleet, rank)
-    at = real.index("-m")
-    return [*real[:at], FAKE_RANK, *real[at + 2 :]]
 
 
 @pytest.fixture
@@ -80,29 +73,6 @@ def leftovers(fleet: Fleet, pids: dict[str, int]) -> list[str]:
 
 def sockets_of(fleet: Fleet) -> list[str]:
     return sorted(path.name for path in fleet.run_dir.iterdir() if path.is_socket())
-
-
-def group_lives(pgid: int) -> bool:
-    """A member that is not a zombie: one whose parent died waits for init to collect it, and holds nothing."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, group = stat.read_text().rsplit(")", 1)[1].split()[:3]
-            if int(group) == pgid and state != "Z":
-                return True
-    return False
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    for base in range(21000, 30000, count):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(base, base + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return base
-    raise AssertionError("no free ports")
 
 
 # ---- a fleet that works ---------------------------------------------------------------------------------------
@@ -380,9 +350,9 @@ SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # not so by itself in what a shell runs in the background
 sys.path.insert(0, {here!r})
-import test_fleet
+from fake_fleet import fake_command
 from whalez.fleet import Fleet
-fleet = Fleet({model!r}, 2, command=test_fleet.fake_command)
+fleet = Fleet({model!r}, 2, command=fake_command)
 with fleet:
     print(*fleet.pids().values(), fleet.run_dir, flush=True)
     fleet.wait()
