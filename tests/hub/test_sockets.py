@@ -113,11 +113,11 @@ def test_every_socket_of_hub_and_link_has_every_option(seen, tmp_path):
             list(pool.map(lambda hub: hub.close(), hubs))
     ours = [each for each in seen if not is_of_the_library(each[0])]
     kinds = sorted(kind for _, kind, _ in ours)
-    # ROUTERs of hub (bound twice) and link; two DEALERs per rank and the client's; a monitor of each but rank 0's own.
+    # ROUTERs of hub (bound twice) and link; two DEALERs per rank and the client's; a monitor of each but beats and rank 0's own.
     assert kinds.count(zmq.ROUTER) == 3
     assert kinds.count(zmq.DEALER) == 5
-    assert kinds.count(zmq.PAIR) == 3
-    assert len(kinds) == 11
+    assert kinds.count(zmq.PAIR) == 4
+    assert len(kinds) == 12
     for where, kind, values in ours:
         for field, options in SET_BY.items():
             for option in options:
