@@ -154,7 +154,9 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10
         (SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7"}, Placement("slurm", 5, 16, "tcp://10.0.0.9:8", 8)),
         (OPENMPI, Placement("openmpi", 1, 2, None, 2)),
         (OPENMPI | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Placement("openmpi", 1, 2, "tcp://127.0.0.1:10", 2)),
+        (OPENMPI | {"PMIX_NAMESPACE": "prterun-gpu07-77@1"}, Placement("openmpi", 1, 2, "tcp://127.0.0.1:18438", 2)),
         (KUBERNETES, Placement("kubernetes", 2, 4, "tcp://10.1.2.3:401", None)),
+        (KUBERNETES | {"MASTER_ADDR": "fd00::7"}, Placement("kubernetes", 2, 4, "tcp://[fd00::7]:401", None)),
         ({"JOB_COMPLETION_INDEX": "0"}, Placement("kubernetes", 0)),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,11 +269,17 @@ def _first_host(nodelist: str) -> str:
     return "" if match is None else match.group(1) + (match.group(2) or "")
 
 
+def _job_port(job: int) -> int:
+    """Equal on all ranks of a job, different between jobs, and below the ports that Linux gives to clients."""
+    return 15000 + job % 15000
+
+
 def placement_from_environment(env: Mapping[str, str]) -> Placement:
     """Rank, world and hub from torchrun, Slurm, Open MPI or a Kubernetes indexed job.
 
     `WHALEZ_HUB` names the hub under every launcher. Without it: MASTER_ADDR with the port after MASTER_PORT (torchrun
-    itself listens on MASTER_PORT), the first node of a Slurm step, or loopback when all ranks are on this machine.
+    itself listens on MASTER_PORT), the first node of a Slurm step, or loopback when all ranks are on this machine. The
+    port, if none is given, follows from the job, which Slurm and Open MPI name.
     Raises: ConfigError naming the variable.
     """
 
@@ -292,7 +299,9 @@ def placement_from_environment(env: Mapping[str, str]) -> Placement:
             return None
         if world is not None and world == local:
             return f"tcp://127.0.0.1:{port}"
-        return f"tcp://{host}:{port}" if host else None
+        if not host:
+            return None
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     master, master_port = env.get("MASTER_ADDR"), number("MASTER_PORT")
     port = None if master_port is None else master_port + 1
@@ -305,11 +314,14 @@ def placement_from_environment(env: Mapping[str, str]) -> Placement:
         local = int(per_node.group()) if per_node else None
         job = number("SLURM_JOB_ID")
         if port is None and job is not None:
-            port = 15000 + job % 20000  # equal on all ranks of a job, different between jobs
+            port = _job_port(job)
         host = master or _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
         return Placement("slurm", number("SLURM_PROCID"), world, hub(world, local, port, host), local)
     if "OMPI_COMM_WORLD_RANK" in env:
         world, local = number("OMPI_COMM_WORLD_SIZE"), number("OMPI_COMM_WORLD_LOCAL_SIZE")
+        job_name = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid"))
+        if port is None and job_name is not None:
+            port = _job_port(zlib.crc32(job_name.encode()))
         return Placement("openmpi", number("OMPI_COMM_WORLD_RANK"), world, hub(world, local, port, master), local)
     if "JOB_COMPLETION_INDEX" in env:
         world = number("WORLD_SIZE")

@@ -474,7 +474,8 @@ def main(**flags: Any) -> None:
         hub = flags["hub"] or place.hub
         for name, value in (("rank", number), ("world", world), ("hub", hub)):
             if value is None:
-                raise ConfigError(f"{name}: expected --{name} or a launcher's environment, got neither")
+                also = " (WHALEZ_HUB, or MASTER_ADDR and MASTER_PORT)" if name == "hub" else ""
+                raise ConfigError(f"{name}: expected --{name} or a launcher's environment{also}, got neither")
         assert number is not None
         assert world is not None
         assert hub is not None
