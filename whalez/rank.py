@@ -348,6 +348,7 @@ class RankProcess:
             parent=os.getpid(),
         )
         front = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._health.front = front.poll
 
         def stop() -> None:
             front.terminate()

@@ -314,7 +314,7 @@ def test_the_last_words_of_a_rank_come_before_its_end(ipc, closing, tokens):
         assert [each.token for each in said if isinstance(each, TokenOut)] == [i * i for i in range(tokens)]
     began = time.monotonic()
     (failed,) = unsaid
-    assert (failed.kind, failed.reason) == ("gone", "its process has ended")
+    assert (failed.kind, failed.reason) == ("gone", "it has closed the link")
     assert time.monotonic() - began < TIMEOUT_S / 2
 
 

@@ -25,17 +25,7 @@ from whalez.errors import RequestError, Unavailable, WireError
 from whalez.hub import sockets, wire
 from whalez.hub.connections import Monitor, listen
 from whalez.hub.processes import Wake
-from whalez.hub.requests import (
-    PROCESS_ENDED,
-    CancelRequest,
-    Done,
-    Failed,
-    LinkMessage,
-    Response,
-    Status,
-    StatusQuery,
-    Submit,
-)
+from whalez.hub.requests import CancelRequest, Done, Failed, LinkMessage, Response, Status, StatusQuery, Submit
 from whalez.hub.sockets import SocketOptions
 
 _log = logging.getLogger(__name__)
@@ -271,8 +261,6 @@ class _ClientThread:
         self._queries: dict[str, Callable[[Status | None], None]] = {}
         self._outbox: deque[tuple[int, LinkMessage]] = deque()  # (give up at, message)
         self._is_closing = False
-        self._heard_ns = now_ns()
-        self._asked_ns: int | None = None  # oldest ping without any answer since
         self._ping_number = itertools.count()
         self._unsent: tuple[int, LinkMessage, bytes] | None = None
         self._options = options or SocketOptions()
@@ -340,15 +328,17 @@ class _ClientThread:
 
     def _connect(self) -> None:
         monitors: list[Monitor] = []
-        self._dealer = sockets.connect(
+        dealer = sockets.connect(
             self._context,
             self._address,
             self._options,
             lambda made: monitors.append(Monitor(made, self._options, _BEGUN | _ENDED)),
             keeps_unread=True,
         )
-        (self._monitor,) = monitors
+        self._dealer, self._monitor = dealer, monitors[0]
         self._is_connected = False
+        self._heard_ns = now_ns()
+        self._asked_ns: int | None = None  # oldest ping without any answer since
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._monitor.events, zmq.POLLIN)
 
@@ -374,7 +364,7 @@ class _ClientThread:
                 self._is_closing = True
         finally:
             self._fail_all(reason)
-            self._disconnect()
+            self._disconnect(self._dealer, self._monitor)
 
     def _wait_ms(self) -> int | None:
         with self._lock:
@@ -393,7 +383,7 @@ class _ClientThread:
                 response = wire.decode_link(data)
             except WireError as error:
                 self._fail_all(f"{self._address} does not speak this protocol: {error}")
-                return False
+                continue
             self._heard_ns = now_ns()
             self._asked_ns = None
             self._deliver(response)
@@ -415,15 +405,16 @@ class _ClientThread:
             unsent = {message.request_id for message in messages if isinstance(message, Submit)}
             sent = [request_id for request_id in self._sinks if request_id not in unsent]
         for request_id in sent:
-            self._fail(request_id, PROCESS_ENDED, kind="gone")
-        self._disconnect(linger_ms=0)
+            self._fail(request_id, "it has closed the link", kind="gone")
+        dealer, monitor = self._dealer, self._monitor
         self._connect()
+        self._disconnect(dealer, monitor, linger_ms=0)
 
-    def _disconnect(self, linger_ms: int | None = None) -> None:
-        self._poller.unregister(self._monitor.events)
-        self._poller.unregister(self._dealer)
-        self._monitor.close()
-        self._dealer.close(linger=linger_ms)
+    def _disconnect(self, dealer: zmq.Socket[bytes], monitor: Monitor, linger_ms: int | None = None) -> None:
+        self._poller.unregister(monitor.events)
+        self._poller.unregister(dealer)
+        monitor.close()
+        dealer.close(linger=linger_ms)
 
     def _deliver(self, response: LinkMessage) -> None:
         match response:
