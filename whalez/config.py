@@ -58,7 +58,7 @@ class FleetConfig:
     attention_window: int = 16896  #: rows of context expanded at once in MLA prefill
     gather_deadline_s: float = 2.0  #: a gather older than this and than 64 launches is cancelled
     stall_s: float = 2.0  #: /health turns 503 when the progress word has not moved for this long
-    stuck_s: float = 60.0  #: the fleet stops when it has not moved for this long
+    stuck_s: float = 60.0  #: the fleet stops when it has not moved for so long, and for ten of its longest launches
 
     def __post_init__(self) -> None:
         _require(self.world >= 1, "world", "at least 1", self.world)
@@ -154,7 +154,7 @@ _SETTING_HELP: dict[str, str] = {
     "attention_window": "Context rows expanded at once in MLA prefill.",
     "gather_deadline_s": "Seconds after which a gather is cancelled.",
     "stall_s": "Seconds without progress until /health says 503.",
-    "stuck_s": "Seconds without progress until the fleet stops.",
+    "stuck_s": "Seconds without progress until the fleet stops; at least ten times its longest launch so far.",
 }
 
 SETTING_NAMES = tuple(_SETTING_HELP)  #: what flags and `Fleet(...)` can set; whalez.json can also set page_tokens

@@ -384,7 +384,11 @@ class Fleet:
         from whalez.doctor import Machine, examine, refuse  # numpy: not for those who only import Fleet
 
         here = Machine(env=os.environ)
-        refuse(examine(self.world, self.model, self.settings, self.threads, machine=here, quick=True))
+        findings = examine(self.world, self.model, self.settings, self.threads, machine=here, quick=True)
+        refuse(findings)
+        for finding in findings:
+            if finding.level == "warn":
+                self._progress(f"{finding.name}: {finding.text}; {finding.advice}")
         sweep_leftovers()
         warm(os.environ, lambda name, i, n: self._progress(f"compiling {name} ({i}/{n})"))
 

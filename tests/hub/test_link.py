@@ -16,11 +16,12 @@ import pytest
 import zmq
 from hub_helpers import TIMEOUT_S
 
+from helpers.link_client import LinkClient
 from helpers.ports import free_ports
 from whalez.errors import HubError, RequestError, Unavailable
 from whalez.hub import wire
 from whalez.hub.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
-from whalez.hub.zmq_link import AsyncLinkClient, LinkClient, LinkServer
+from whalez.hub.zmq_link import AsyncLinkClient, LinkServer
 
 STATUS = Status(
     query_id="",
@@ -212,7 +213,7 @@ def test_garbage_is_counted_and_dropped_and_the_link_still_serves(address, closi
 
 VANISHING_CLIENT = """
 import sys
-from whalez.hub.zmq_link import LinkClient
+from helpers.link_client import LinkClient
 from whalez.hub.requests import Submit
 client = LinkClient(sys.argv[1])
 for name in "ab":

@@ -11,10 +11,10 @@ from hub_helpers import TIMEOUT_S, PassOn, hello
 from test_link import Rank as LinkRank
 
 import whalez
+from helpers.link_client import LinkClient
 from whalez.hub.keys import load_keys, make_keys
 from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
-from whalez.hub.zmq_link import LinkClient
 
 PACKAGE = Path(whalez.__file__).parent
 #: Unlike the defaults and each other, so that a mixed-up or missing one shows.

@@ -107,7 +107,7 @@ class Status(LinkMessage, frozen=True):
     model: str
     eos_tokens: tuple[int, ...] = ()
     dropped: dict[str, int] = {}  #: frames and connections that were refused at this rank's ports, by kind
-    slabs: str = ""  #: which memory the ranks share, and the driver's words for what they could not use
+    slabs: str = ""  #: which memory the ranks share
 
 
 Request = Submit | CancelRequest | StatusQuery
