@@ -37,7 +37,9 @@ class Pauses:
         while not self._over.is_set():
             time.sleep(LOOK_S)
             now = time.monotonic()
-            self.late_s += now - before - LOOK_S
+            late_s = now - before - LOOK_S
+            if late_s > LOOK_S:  # less is how a timer is
+                self.late_s += late_s
             before = now
 
 
