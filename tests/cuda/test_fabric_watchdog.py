@@ -179,16 +179,88 @@ def test_a_launch_is_not_stuck_while_somebody_in_the_world_gets_on() -> None:
         worker.join()
 
 
-def test_what_on_slice_raises_comes_through() -> None:
+@pytest.mark.parametrize("error", [FabricError("rank 1 died: killed"), KeyboardInterrupt()], ids=["died", "interrupt"])
+def test_a_launch_that_is_left_by_an_error_is_failed_and_released(error: BaseException) -> None:
     with make(2) as world:
         first = world[0]
         first.bells.wait(BELL_DATA, Peers.of([1]), 5)
 
-        def fatal() -> None:
-            raise FabricError("rank 1 died: killed")
+        def leave() -> None:
+            raise error
 
-        with pytest.raises(FabricError, match="rank 1 died"):
-            first.watchdog.join(stuck_s=60, slice_s=0.01, on_slice=fatal)
+        with pytest.raises(type(error)) as caught:
+            first.watchdog.join(stuck_s=60, slice_s=0.01, on_slice=leave)
+        assert caught.value is error
+        assert first.stream.is_done()
+        assert str(error) in str(first.bells.failed)
+
+
+def stuck(world: list[Armed]) -> Armed:
+    """Rank 0, in a wait for two that do not ring, and one behind it."""
+    first = world[0]
+    first.bells.wait(BELL_DATA, Peers.of([1, 2]), 5)
+    first.bells.wait(BELL_FREE, Peers.of([1]), 6)
+    return first
+
+
+def calls_of_a_release(memops: bool) -> list[str]:
+    with make(3, memops=memops) as world:
+        first, begun = stuck(world), []
+        release = first.watchdog.release
+        first.watchdog.release = lambda drain_s: begun.append(len(first.fake.calls)) or release(drain_s)  # type: ignore[method-assign, func-returns-value]
+        with pytest.raises(DoorbellTimeout):
+            first.watchdog.join(stuck_s=0.02, slice_s=0.01)
+        return first.fake.names(begun[0])
+
+
+@pytest.mark.parametrize("memops", [True, False], ids=["memop", "spin"])
+def test_a_failing_call_of_the_release_stops_no_other(memops: bool) -> None:
+    """Every call after a launch was given up fails once: the stream drains and the report is that of the launch."""
+    names = calls_of_a_release(memops)
+    assert {"cuStreamQuery", "cuStreamWriteValue64" if memops else "cuLaunchKernel"} <= set(names)
+    for at, call in enumerate(names):
+        with make(3, memops=memops) as world:
+            first = stuck(world)
+            release = first.watchdog.release
+
+            def failing(drain_s: float, first: Any = first, at: int = at, release: Any = release) -> bool:
+                assert isinstance(first.bells.failed, DoorbellTimeout), "marked before anything can fail"
+                first.fake.fail_at = len(first.fake.calls) + at
+                return bool(release(drain_s))
+
+            first.watchdog.release = failing  # type: ignore[method-assign]
+            with pytest.raises(DoorbellTimeout) as caught:
+                first.watchdog.join(stuck_s=0.02, slice_s=0.01)
+            assert first.fake.calls[first.fake.fail_at or 0].name == call
+            assert first.bells.failed is caught.value
+            assert first.stream.is_done(), (at, call)
+            assert first.fake.stuck() == []
+
+
+def test_a_line_whose_write_is_refused_is_raised_by_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    with make(3) as world:
+        first = stuck(world)
+        lines = [first.bells.line(BELL_DATA, 1), first.bells.line(BELL_FREE, 1)]
+        first.fake.refuse = lambda name, words: int(name == "cuStreamWriteValue64" and words[1] in lines)
+        with pytest.raises(DoorbellTimeout, match="rank 1's data doorbell"):
+            first.watchdog.join(stuck_s=0.02, slice_s=0.01)
+        assert first.stream.is_done()
+        assert [read_word(line) for line in lines] == [RELEASED] * 2
+        assert caplog.text.count("cuStreamWriteValue64 -> 1 ") == 1  # not once for each line and round
+        first.fake.refuse = None
+
+
+def test_a_context_that_is_lost_in_the_release_does_not_hide_why_it_was_needed() -> None:
+    with make(3) as world:
+        first = stuck(world)
+        first.fake.refuse = lambda name, _: 719 * (name == "cuStreamWriteValue64")
+        with pytest.raises(
+            FabricError, match=r"is lost: cuStreamWriteValue64 -> 719 .*: waited .* rank 1's data"
+        ) as told:
+            first.watchdog.join(stuck_s=0.02, slice_s=0.01)
+        assert isinstance(told.value.__cause__, DoorbellTimeout)
+        assert first.bells.failed is told.value.__cause__
+        first.fake.refuse = None
         assert first.watchdog.release(1.0)
 
 

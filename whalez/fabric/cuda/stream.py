@@ -218,10 +218,14 @@ class CudaStream:
     def write_value(self, address: int, value: int) -> None:
         """Queue a store of a u64 to memory of this device, after all that was queued before."""
         if not self.has_memops:
-            self.launch(doorbell_write_kernel, 1, 1, 0, address, value)
+            self.write_by_kernel(address, value)
             return
         self.device.bind()
         self._driver.cuStreamWriteValue64(self.handle, address, value, 0)
+
+    def write_by_kernel(self, address: int, value: int) -> None:
+        """The same where memory operations are refused, or may be."""
+        self.launch(doorbell_write_kernel, 1, 1, 0, address, value)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Queue a copy between any two places mapped here."""
