@@ -22,7 +22,7 @@ from whalez.fabric.cuda.driver import Device, Driver, DriverError
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_write_kernel
 from whalez.fabric.cuda.stream import BATCH_MAX, CudaStream, KernelSet, codes_of
 from whalez.ops.device.kernel import Kernel
-from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, fake_processes, read_word
+from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, fake_processes, read_word, write_word
 
 ODD = Kernel(
     "odd_kernel",
@@ -142,6 +142,32 @@ def test_2_63_minus_1_releases_a_wait_and_2_64_minus_1_does_not(bench: Bench, va
         assert bench.stream.is_done()
 
 
+def test_the_first_launch_of_a_kernel_does_not_wait_for_a_blocked_stream(bench: Bench) -> None:
+    """It would if the kernel were loaded by it: cuKernelGetFunction gives a handle and loads nothing."""
+    with CudaStream(bench.device, bench.kernels) as other:
+        bench.stream.wait_value((bench.memory, 7))
+        other.launch(doorbell_write_kernel, 1, 1, 0, bench.memory, 7)
+        assert bench.stream.is_done()
+
+
+def test_a_late_loading_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.fake._loaded.clear()
+    monkeypatch.setattr("whalez.testing.fake_driver.FOREVER_S", 0.05)
+    bench.stream.wait_value((bench.memory, 7))
+    with (
+        CudaStream(bench.device, bench.kernels) as other,
+        pytest.raises(
+            AssertionError, match=r"cuLaunchKernel of a function that is not loaded would wait for ever.*wait"
+        ),
+    ):
+        other.launch(doorbell_write_kernel, 1, 1, 0, bench.memory, 7)
+    write_word(bench.memory, 7)
+    assert bench.stream.is_done()
+    bench.stream.launch(doorbell_write_kernel, 1, 1, 0, bench.memory, 8)  # nothing is blocked: it is loaded now
+    assert bench.stream.is_done()
+    assert read_word(bench.memory) == 8
+
+
 def test_without_memory_operations_a_store_is_a_kernel_and_a_wait_is_refused() -> None:
     with ExitStack() as stack:
         bench = Bench(stack, [doorbell_write_kernel], memops=False)
@@ -226,7 +252,7 @@ def test_an_error_at_any_call_of_loading_is_named_and_leaves_nothing() -> None:
         with KernelSet(device, [ODD, doorbell_write_kernel], image) as kernels, CudaStream(device, kernels):
             pass
         names = fake.names(begun)
-        assert names.count("cuKernelGetFunction") == 2  # not at the first launch, when another stream may be blocked
+        assert names.count("cuFuncLoad") == 2
         for at, call in enumerate(names):
             fake.fail_at = len(fake.calls) + at
             with pytest.raises(DriverError) as caught:

@@ -33,6 +33,7 @@ real: Any = importlib.import_module("cuda.bindings.driver")  # structs and enums
 
 GRANULARITY: Final = 2 * 2**20  #: recommended
 GRANULARITY_MIN: Final = 64 * 2**10
+FOREVER_S: Final = 5.0  #: a call that waits for the device has waited too long for a blocked stream
 _MACHINE_LOCK = threading.RLock()  # one for all: tests run several "processes" in threads
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,6 +73,7 @@ SYNCHRONISING: Final = {
     "cuLibraryLoadData",
     "cuLibraryUnload",
     "cuKernelGetFunction",
+    "cuFuncLoad",
     "cuCtxSynchronize",
     "cuStreamSynchronize",
 }
@@ -232,6 +234,7 @@ class FakeDriver:
         self._serial = 0
         self._libraries: dict[int, bytes] = {}
         self._kernels: dict[int, bytes] = {}
+        self._loaded: set[int] = set()  # functions; one that is not is loaded by its first launch, which synchronises
         self._default: deque[Callable[[], Any]] = deque()  # what the default stream has not run yet
         self._priced: set[tuple[Any, ...]] = set()  # properties whose granularity was asked for
         self._current = threading.local()
@@ -312,7 +315,7 @@ class FakeDriver:
                 memory.drop()
             for each in (self._handles, self._reserved, self._mapped, self._allocations, self._opened, self._host):
                 each.clear()
-            for more in (self._contexts, self._streams, self._libraries, self._kernels, self._default):
+            for more in (self._contexts, self._streams, self._libraries, self._kernels, self._loaded, self._default):
                 more.clear()
 
     def _new(self) -> int:
@@ -691,7 +694,7 @@ class FakeDriver:
         return lambda: self._drain([self._streams[int(hStream)]], "cuStreamSynchronize")
 
     def _drain(self, streams: list[_Stream], call: str) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + FOREVER_S
         while True:
             with _MACHINE_LOCK:
                 self.pump()
@@ -780,6 +783,11 @@ class FakeDriver:
     def _cuKernelGetFunction(self, kernel: int) -> int:
         return kernel
 
+    def _cuFuncLoad(self, function: int) -> None:
+        if int(function) not in self._kernels:
+            raise Failed(400)
+        self._loaded.add(int(function))
+
     def _cuKernelSetAttribute(self, attrib: Any, val: int, kernel: int, dev: int) -> None:
         return None
 
@@ -796,13 +804,27 @@ class FakeDriver:
         hStream: int,
         kernelParams: int,
         extra: int,
-    ) -> None:
+    ) -> Callable[[], None] | None:
         image = self._kernels.get(int(f))
         if image is None:
             raise Failed(400)
+        if int(f) not in self._loaded:
+            return lambda: self._load_late(
+                f,
+                gridDimX,
+                gridDimY,
+                gridDimZ,
+                blockDimX,
+                blockDimY,
+                blockDimZ,
+                sharedMemBytes,
+                hStream,
+                kernelParams,
+                extra,
+            )
         if image not in self.kernels:
             self._enqueue(hStream, "kernel", lambda: None)
-            return
+            return None
         codes, runner = self.kernels[image]
         pointers = (ctypes.c_uint64 * len(codes)).from_address(int(kernelParams))
         arguments = [
@@ -811,6 +833,15 @@ class FakeDriver:
         ]
         grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
         self._enqueue(hStream, image.decode(errors="replace"), lambda: runner(grid, block, sharedMemBytes, arguments))
+        return None
+
+    def _load_late(self, function: int, *launch: Any) -> None:
+        """The first launch of a function that nobody loaded waits for the whole device."""
+        self._drain(list(self._streams.values()), "cuLaunchKernel of a function that is not loaded")
+        with _MACHINE_LOCK:
+            self._loaded.add(int(function))
+            self._cuLaunchKernel(function, *launch)
+            self.pump()
 
 
 _everyone: list[FakeDriver] = []

@@ -77,6 +77,7 @@ CALLS: Final = (
     "cuLibraryEnumerateKernels",
     "cuKernelGetFunction",
     "cuKernelSetAttribute",
+    "cuFuncLoad",
     "cuLaunchKernel",
 )
 

@@ -115,8 +115,10 @@ class KernelSet:
                 )
             limit = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.cuKernelSetAttribute(limit, kernel.shared_bytes, entry, self.device.handle)
+        function = driver.cuKernelGetFunction(entry)  # a handle, no more
         # Into the context now: done at the first launch it would wait for whatever the other streams wait for.
-        return Loaded(driver.cuKernelGetFunction(entry), codes_of(kernel))
+        driver.cuFuncLoad(function)
+        return Loaded(function, codes_of(kernel))
 
     def __enter__(self) -> Self:
         return self
