@@ -16,7 +16,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 from helpers.cuda_world import Rank, entry_of, fake_world, image
 from whalez.errors import DoorbellTimeout, FabricError
 from whalez.fabric.cuda.doorbell import RELEASED, BellMemory, DeviceBells, Peers, is_reached
-from whalez.fabric.cuda.driver import STICKY, DriverError
+from whalez.fabric.cuda.driver import DriverError
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
 from whalez.fabric.cuda.stream import CudaStream, KernelSet
 from whalez.fabric.cuda.watchdog import Watchdog
@@ -303,7 +303,7 @@ def test_a_peers_memory_that_cannot_be_read_any_more_does_not_stop_the_report() 
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuStreamQuery"])
-@pytest.mark.parametrize("code", sorted(STICKY))
+@pytest.mark.parametrize("code", [214, 220, 226, 700, 709, 719, 810, 911])
 def test_a_context_that_is_lost_while_looking_is_not_a_time_out(call: str, code: int) -> None:
     """Nobody failed to ring: this rank is broken, and must not be told as the fault of a peer."""
     with make(2) as world:
