@@ -287,6 +287,38 @@ def test_a_kernel_that_takes_more_shared_memory_than_there_is() -> None:
         assert fake.leaks() == {"contexts": 1}
 
 
+def test_a_launch_takes_the_shared_memory_that_its_kernel_declares_and_no_more() -> None:
+    """What is beyond 48 KiB the driver is told of when the kernel is loaded, or it refuses every launch."""
+    with ExitStack() as stack:
+        big = Kernel("big_kernel", print, (), shared_bytes=90_112)
+        bench = Bench(stack, [big, Kernel("plain_kernel", print, ())])
+        for kernel, most in ((big, 90_112), (Kernel("plain_kernel", print, ()), 48 * 1024)):
+            bench.stream.launch(kernel, 1, 1, most)
+            with pytest.raises(DriverError, match="cuLaunchKernel -> 1 "):
+                bench.stream.launch(kernel, 1, 1, most + 1)
+        assert bench.stream.is_done()
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"),
+    [
+        ((1, 65_536, 1), 1),
+        ((1, 1, 65_536), 1),
+        (2**31, 1),
+        (0, 1),
+        ((1, 0, 1), 1),
+        (1, 1025),
+        (1, (32, 32, 2)),
+        (1, (1, 1, 65)),
+        (1, 0),
+    ],
+)
+def test_a_launch_that_no_device_takes_is_refused_by_the_fake(bench: Bench, grid: Any, block: Any) -> None:
+    with pytest.raises(DriverError, match="cuLaunchKernel -> 1 "):
+        bench.stream.launch(doorbell_write_kernel, grid, block, 0, bench.memory, 1)
+    bench.stream.launch(doorbell_write_kernel, (3, 65_535, 65_535), (16, 1, 64), 0, bench.memory, 1)
+
+
 @pytest.mark.parametrize(("capability", "begins"), [((9, 0), b"\x7fELF"), ((12, 0), b"//")])
 def test_images_are_made_for_the_device_that_is_there(
     capability: tuple[int, int], begins: bytes, caplog: pytest.LogCaptureFixture

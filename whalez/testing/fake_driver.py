@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import math
 import mmap
 import os
 import secrets
@@ -34,6 +35,11 @@ real: Any = importlib.import_module("cuda.bindings.driver")  # structs and enums
 GRANULARITY: Final = 2 * 2**20  #: recommended
 GRANULARITY_MIN: Final = 64 * 2**10
 FOREVER_S: Final = 5.0  #: a call that waits for the device has waited too long for a blocked stream
+SHARED_BYTES_MAX: Final = 232_448  #: of a block that was told so, dynamic; of an H200
+SHARED_BYTES_DEFAULT: Final = 48 * 2**10  #: of one that was not
+GRID_MAX: Final = (2**31 - 1, 65_535, 65_535)
+BLOCK_MAX: Final = (1024, 1024, 64)
+THREADS_MAX: Final = 1024  #: of a block
 _MACHINE_LOCK = threading.RLock()  # one for all: tests run several "processes" in threads
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -234,6 +240,7 @@ class FakeDriver:
         self._serial = 0
         self._libraries: dict[int, bytes] = {}
         self._kernels: dict[int, bytes] = {}
+        self._shared_bytes: dict[tuple[int, int], int] = {}  # kernel, device -> dynamic bytes that a launch may ask for
         self._loaded: set[int] = set()  # functions; one that is not is loaded by its first launch, which synchronises
         self._default: deque[Callable[[], Any]] = deque()  # what the default stream has not run yet
         self._priced: set[tuple[Any, ...]] = set()  # properties whose granularity was asked for
@@ -410,7 +417,7 @@ class FakeDriver:
         return {
             attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.machine.gpus[dev].capability[0],
             attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.machine.gpus[dev].capability[1],
-            attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232_448,
+            attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: SHARED_BYTES_MAX,
         }[attrib]
 
     def _cuDevicePrimaryCtxRetain(self, dev: int) -> int:
@@ -789,7 +796,21 @@ class FakeDriver:
         self._loaded.add(int(function))
 
     def _cuKernelSetAttribute(self, attrib: Any, val: int, kernel: int, dev: int) -> None:
-        return None
+        assert attrib == real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, attrib
+        if int(kernel) not in self._kernels:
+            raise Failed(400)
+        if not 0 <= val <= SHARED_BYTES_MAX:
+            raise Failed(1)
+        self._shared_bytes[int(kernel), dev] = val
+
+    def _check_launch(self, function: int, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int) -> None:
+        """Answers 1 for what no device, or not this kernel, takes."""
+        taken = zip((*grid, *block), (*GRID_MAX, *BLOCK_MAX), strict=True)
+        may_share = max(self._shared_bytes.get((int(function), self._current.context - 1), 0), SHARED_BYTES_DEFAULT)
+        if not all(1 <= size <= most for size, most in taken) or math.prod(block) > THREADS_MAX:
+            raise Failed(1)
+        if not 0 <= shared_bytes <= may_share:
+            raise Failed(1)
 
     def _cuLaunchKernel(
         self,
@@ -808,6 +829,8 @@ class FakeDriver:
         image = self._kernels.get(int(f))
         if image is None:
             raise Failed(400)
+        grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
+        self._check_launch(f, grid, block, sharedMemBytes)
         if int(f) not in self._loaded:
             return lambda: self._load_late(
                 f,
@@ -831,7 +854,6 @@ class FakeDriver:
             struct.unpack("<" + code, ctypes.string_at(at, struct.calcsize(code)))[0]
             for code, at in zip(codes, pointers, strict=True)
         ]
-        grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
         self._enqueue(hStream, image.decode(errors="replace"), lambda: runner(grid, block, sharedMemBytes, arguments))
         return None
 

@@ -106,7 +106,7 @@ _CONTEXT_LOST: Final = (
 
 #: Codes after which the context is lost: every later call answers the same until the process exits.
 CONTEXT_LOST: Final = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
-#: And those that have advice of their own: memory errors of the device, of a link and of a peer, MPS, and what is no GPU.
+#: And those that have advice of their own: memory errors of the device, a link or a peer; MPS; what is no GPU.
 STICKY: Final = CONTEXT_LOST | {214, 220, 226, 810, 911}
 
 #: (call, code) -> what to do; "*" stands for every call. What drivers and operators have reported.
