@@ -187,6 +187,20 @@ def test_an_array_lies_in_device_memory_between_two_copies(fake: devices.FakeGpu
         fake.reset()
 
 
+def test_streams_that_take_no_more_do_not_keep_others_from_what_they_wait_for(fake: devices.FakeGpu) -> None:
+    with devices.used(fake):
+        words = devices.zeros(3, np.uint64)
+        streams, place = [devices.Stream(rank) for rank in range(2)], devices.at(words)
+        streams[0].wait_value((place, 1))
+        for stream in streams:
+            for _ in range(2000):
+                stream.zero(place + 16, 8)
+        streams[1].write_value(place, 1)
+        devices.run_queues(streams)
+        assert words.tolist() == [1, 0, 0]
+        fake.reset()
+
+
 def test_a_stand_in_waits_for_what_lies_before_it_and_for_nothing_else(fake: devices.FakeGpu) -> None:
     """Two streams that wait for each other in turn, with host code between."""
     with devices.used(fake):

@@ -18,6 +18,7 @@ from numba.cuda import types
 from helpers.cuda_world import fake_kernels, image
 from helpers.devices import SUPERSTEP
 from whalez.errors import CapabilityMissing, FabricError
+from whalez.fabric.cuda.depth import ENTRIES_MAX
 from whalez.fabric.cuda.driver import Device, Driver, DriverError
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_write_kernel
 from whalez.fabric.cuda.stream import BATCH_MAX, CudaStream, KernelSet, codes_of
@@ -94,11 +95,96 @@ def test_a_superstep_neither_compiles_nor_allocates_nor_synchronises(bench: Benc
         stream.wait_value((memory + 4096, layer + 1))
         stream.write_value(memory + 4224, layer)
     names = bench.fake.names(begun)
-    assert len(names) == 600  # each entry binds the context and is one more call
+    assert len(names) == 602  # each entry binds the context and is one more call, and behind 256 of them is a mark
     assert set(names[::2]) == {"cuCtxSetCurrent"}
-    assert set(names[1::2]) == SUPERSTEP - {"cuCtxSetCurrent"}
+    assert set(names[1::2]) == SUPERSTEP - {"cuCtxSetCurrent", "cuEventQuery"}
+    assert names.count("cuEventRecord") == 1
     assert stream.is_done()
     assert read_word(memory + 4096) == 50
+
+
+ENTRY: dict[str, Callable[[Bench], object]] = {
+    "launch": lambda bench: bench.stream.launch(ODD, 1, 1, 0, 1, 0, -1.0, 0, 0, 0.0, 0),
+    "wait": lambda bench: bench.stream.wait_value((bench.memory, 0)),
+    "waits": lambda bench: bench.stream.wait_value(*[(bench.memory + 8 * i, 0) for i in range(100)]),
+    "largest batch": lambda bench: bench.stream.wait_value(*[(bench.memory + 8 * i, 0) for i in range(BATCH_MAX)]),
+    "write": lambda bench: bench.stream.write_value(bench.memory + 8, 1),
+    "copy": lambda bench: bench.stream.copy(bench.memory + 16, bench.memory + 8, 8),
+    "zero": lambda bench: bench.stream.zero(bench.memory + 24, 8),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRY)
+def test_a_blocked_stream_is_never_given_so_much_that_the_host_waits(bench: Bench, entry: str) -> None:
+    """The fake asserts that no call would block; and all that may stand there does, or the device would idle."""
+    stood: list[int] = []
+
+    def look(has_room: Callable[[], bool]) -> None:
+        assert not has_room()
+        stood.append(len(bench.fake._streams[bench.stream.handle].queue))
+        write_word(bench.memory, 1 + len(stood))
+        assert has_room()
+
+    bench.stream.depth.when_full = look
+    for beat in range(3):
+        bench.stream.wait_value((bench.memory, 2 + beat))
+        for _ in range(1500):
+            ENTRY[entry](bench)
+            if len(stood) > beat:
+                break
+    assert bench.stream.is_done()
+    assert len(stood) == 3
+    assert all(ENTRIES_MAX // 2 <= count <= ENTRIES_MAX for count in stood), stood
+
+
+def test_a_stream_that_runs_is_not_waited_for(bench: Bench) -> None:
+    def full(has_room: Callable[[], bool]) -> None:
+        raise AssertionError("all of it has run")
+
+    bench.stream.depth.when_full = full
+    zero_often(bench)
+
+
+def zero_often(bench: Bench) -> None:
+    for _ in range(5000):
+        bench.stream.zero(bench.memory + 8, 8)
+
+
+def test_a_full_queue_that_nobody_watches_is_an_error_in_the_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whalez.fabric.cuda.depth.FULL_S", 0.05)
+    bench.stream.wait_value((bench.memory, 1))
+    with pytest.raises(FabricError, match=r"the queue of a stream is full, and for 0\.05 s nothing"):
+        zero_often(bench)
+    write_word(bench.memory, 1)
+    bench.stream.zero(bench.memory + 8, 8)  # and goes on when it runs
+    assert bench.stream.is_done()
+
+
+def test_what_waits_for_room_may_make_another_context_current() -> None:
+    with ExitStack() as stack:
+        bench = Bench(stack, [ODD], machine=FakeMachine(gpus=[FakeGpu(), FakeGpu()]))
+        foreign = stack.enter_context(Device(Driver(bench.fake), 1))
+
+        def look(has_room: Callable[[], bool]) -> None:
+            write_word(bench.memory, 1)
+            assert has_room()
+            foreign.bind()
+
+        bench.stream.depth.when_full = look
+        bench.stream.wait_value((bench.memory, 1))
+        while read_word(bench.memory) == 0:
+            bench.stream.zero(bench.memory + 8, 8)
+        assert bench.stream.is_done()
+
+
+def test_a_kernel_that_failed_is_found_where_there_is_no_room(bench: Bench) -> None:
+    bench.stream.wait_value((bench.memory, 1))
+    bench.fake.refuse = lambda name, _: 719 * (name == "cuEventQuery")
+    with pytest.raises(DriverError, match="cuEventQuery -> 719"):
+        zero_often(bench)
+    bench.fake.refuse = None
+    write_word(bench.memory, 1)
+    assert bench.stream.is_done()
 
 
 def test_all_waits_of_a_beat_are_one_batch(bench: Bench) -> None:

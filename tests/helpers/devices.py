@@ -46,6 +46,8 @@ SUPERSTEP = {
     "cuStreamWriteValue64",
     "cuMemcpyAsync",
     "cuMemsetD8Async",
+    "cuEventRecord",
+    "cuEventQuery",
 }
 _PORTABLE_MAPPED = 3
 _ATTACH_GLOBAL = 1
@@ -250,9 +252,9 @@ class Gpu:
         self.check_guards()
 
     def _hand_over(self, stream: CudaStream, queued: QueuedStream) -> None:
-        """All up to a stand-in whose turn has not come: what lies before it has to be done, and it must not keep other
-        streams from being handed what this one may wait for."""
-        while queued.queue:
+        """All up to a stand-in whose turn has not come, for what lies before it has to be done; and no more than the
+        stream takes. Neither may keep other streams from being handed what this one waits for."""
+        while queued.queue and stream.depth.has_room():
             method, arguments = queued.queue[0]
             if method != "stand_in":
                 self._put(stream, method, arguments)

@@ -5,10 +5,10 @@ structs and enums it hands on. One FakeDriver is one process's view; processes o
 machines with the same `domain` share fabric handles. Handles also work between real processes, through /proc.
 
 What it models: address ranges, mappings and access rights per device (real ones, a wrong touch is SIGSEGV), contexts
-per thread, streams that block in waits and queue what comes after, channels that streams share, a default stream whose
-work has not run when the call returns, memory operations that refuse imported memory, a hoarding memory pool, IMEX,
-legacy handles. What it does not: time, caches, memory order, kernels other than those it is given. It asserts the
-arguments that whalez has no choice in.
+per thread, streams that block in waits and queue what comes after, until a call would block the host, events, channels
+that streams share, a default stream whose work has not run when the call returns, kernels that are loaded late, memory
+operations that refuse imported memory, a hoarding memory pool, IMEX, legacy handles. What it does not: time, caches,
+memory order, kernels other than those it is given. It asserts the arguments that whalez has no choice in.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ SHARED_BYTES_DEFAULT: Final = 48 * 2**10  #: of one that was not
 GRID_MAX: Final = (2**31 - 1, 65_535, 65_535)
 BLOCK_MAX: Final = (1024, 1024, 64)
 THREADS_MAX: Final = 1024  #: of a block
+QUEUE_MAX: Final = 1000  #: entries that a stream takes before its calls block the host
 _MACHINE_LOCK = threading.RLock()  # one for all: tests run several "processes" in threads
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -237,6 +238,7 @@ class FakeDriver:
         self._host: dict[int, tuple[Any, int]] = {}
         self._contexts: dict[int, int] = {}  # device -> references
         self._streams: dict[int, _Stream] = {}
+        self._events: dict[int, int] = {}  # -> entries it was recorded in that have not run
         self._serial = 0
         self._libraries: dict[int, bytes] = {}
         self._kernels: dict[int, bytes] = {}
@@ -296,6 +298,7 @@ class FakeDriver:
             "host allocations": len(self._host),
             "contexts": sum(self._contexts.values()),
             "streams": len(self._streams),
+            "events": len(self._events),
             "libraries": len(self._libraries),
         }
         return {kind: count for kind, count in held.items() if count}
@@ -322,7 +325,15 @@ class FakeDriver:
                 memory.drop()
             for each in (self._handles, self._reserved, self._mapped, self._allocations, self._opened, self._host):
                 each.clear()
-            for more in (self._contexts, self._streams, self._libraries, self._kernels, self._loaded, self._default):
+            for more in (
+                self._contexts,
+                self._streams,
+                self._events,
+                self._libraries,
+                self._kernels,
+                self._loaded,
+                self._default,
+            ):
                 more.clear()
 
     def _new(self) -> int:
@@ -391,6 +402,10 @@ class FakeDriver:
     def _enqueue(self, stream: Any, label: str, work: Callable[[], Any]) -> None:
         if int(stream) not in self._streams or self._streams[int(stream)].context != self._current.context:
             raise Failed(400)
+        queue = self._streams[int(stream)].queue
+        if len(queue) >= QUEUE_MAX:
+            self.pump()
+        assert len(queue) < QUEUE_MAX, f"{label}: the call blocks the host: {QUEUE_MAX} entries stand at {queue[0][0]}"
         self._serial += 1
         self._streams[int(stream)].serials.append(self._serial)
         self._streams[int(stream)].queue.append((label, lambda: work() is not False))
@@ -759,6 +774,34 @@ class FakeDriver:
     def _cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: int) -> None:
         self._check_write(dstDevice, N)
         self._enqueue(hStream, "zero", lambda: ctypes.memset(int(dstDevice), uc, N))
+
+    def _cuEventCreate(self, Flags: int) -> int:
+        assert Flags == 2, Flags  # no timing
+        event = self._new()
+        self._events[event] = 0
+        return event
+
+    def _cuEventDestroy(self, hEvent: int) -> None:
+        if self._events.pop(int(hEvent), None) is None:
+            raise Failed(400)
+
+    def _cuEventRecord(self, hEvent: int, hStream: int) -> None:
+        if int(hEvent) not in self._events:
+            raise Failed(400)
+
+        def reach() -> None:
+            if int(hEvent) in self._events:
+                self._events[int(hEvent)] -= 1
+
+        self._enqueue(hStream, "event", reach)
+        self._events[int(hEvent)] += 1
+
+    def _cuEventQuery(self, hEvent: int) -> None:
+        if int(hEvent) not in self._events:
+            raise Failed(400)
+        self.pump()
+        if self._events[int(hEvent)]:
+            raise Failed(600)
 
     # ---- kernels ----------------------------------------------------------------------------------------------
     def _cuLibraryLoadData(

@@ -70,6 +70,10 @@ CALLS: Final = (
     "cuMemcpyHtoDAsync",
     "cuMemcpyDtoHAsync",
     "cuMemsetD8Async",
+    "cuEventCreate",
+    "cuEventDestroy",
+    "cuEventRecord",
+    "cuEventQuery",
     # kernels
     "cuLibraryLoadData",
     "cuLibraryUnload",
@@ -270,12 +274,19 @@ class Driver:
         except ValueError as error:  # a code newer than cuda.bindings
             raise DriverError(call, -1, f"unknown code: {error}") from error
 
+    def _is_ready(self, call: str, handle: Any) -> bool:
+        code, *_ = self._ask(call, self._function(call), (handle,))
+        if int(code) not in (0, NOT_READY):
+            raise DriverError(call, *_name_of(code))
+        return int(code) == 0
+
     def is_done(self, stream: Any) -> bool:
         """Whether all that was put on `stream` has run. Raises DriverError if some of it failed. Blocks: no."""
-        code, *_ = self._ask("cuStreamQuery", self._function("cuStreamQuery"), (stream,))
-        if int(code) not in (0, NOT_READY):
-            raise DriverError("cuStreamQuery", *_name_of(code))
-        return int(code) == 0
+        return self._is_ready("cuStreamQuery", stream)
+
+    def is_reached(self, event: Any) -> bool:
+        """Whether all that stood before `event` when it was recorded has run. Raises and blocks as `is_done`."""
+        return self._is_ready("cuEventQuery", event)
 
 
 class Teardown:
