@@ -760,10 +760,16 @@ class FakeDriver:
         address = self._word(addr, is_written=True)
         self._enqueue(stream, f"write [{address:#x}]", lambda: write_word(address, int(value)))
 
-    def _cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: int, hStream: int) -> None:
+    def _is_host(self, address: Any) -> bool:
+        return any(begin <= int(address) < begin + nbytes for begin, (_, nbytes) in self._host.items())
+
+    def _cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: int, hStream: int) -> Callable[[], None] | None:
         self._check_write(dst, ByteCount)
         self.is_imported(src, ByteCount)
         self._enqueue(hStream, "copy", lambda: ctypes.memmove(int(dst), int(src), ByteCount))
+        if self._is_host(dst) and self._is_host(src):  # "fully synchronous with respect to the host"
+            return lambda: self._drain([self._streams[int(hStream)]], "cuMemcpyAsync between two places of the host")
+        return None
 
     def _cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: int, ByteCount: int, hStream: int) -> None:
         self._cuMemcpyAsync(dstDevice, srcHost, ByteCount, hStream)
