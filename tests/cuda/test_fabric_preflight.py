@@ -149,6 +149,21 @@ def test_without_memory_operations_ranks_wait_by_kernel() -> None:
     assert choose(told[0]).provider == "fabric"
 
 
+def test_a_device_that_takes_waits_and_refuses_writes_is_released_all_the_same() -> None:
+    """Rank 1 cannot ring rank 0 but by the last provider, so rank 0's waits for it must be ended."""
+
+    def no_writes(name: str, arguments: tuple[Any, ...]) -> int:
+        return 801 * (name == "cuStreamWriteValue64")
+
+    def no_imports(name: str, arguments: tuple[Any, ...]) -> int:
+        return name == "cuMemImportFromShareableHandle"
+
+    ballots = run([FakeMachine()] * 2, refuse=[no_writes, no_imports], arrival_s=0.5)[0]
+    assert choose(ballots).provider == "cuda_ipc"
+    assert ballots[0].probes == tuple(Probe(provider=name) for name in EVERY)
+    assert [ballot.wait_by for ballot in ballots] == ["spin", "memop"]
+
+
 def test_without_imex_it_says_so_and_takes_descriptors() -> None:
     """The attribute says that fabric handles exist; cuMemCreate says 800."""
     ballots = run([FakeMachine(imex=False)] * 2)[0]

@@ -84,8 +84,12 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wait_by(self) -> Literal["memop", "spin"]:
-        """How this rank waits: by memory operations if its device takes them on its own memory."""
-        return "memop" if self.memops is not None and not self.memops.wait_local else "spin"
+        """How this rank waits: by memory operations if its device takes both of them on its own memory.
+
+        A stream that waits by them writes by them too.
+        """
+        memops = self.memops
+        return "spin" if memops is None or memops.wait_local or memops.write_local else "memop"
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,7 +268,7 @@ class _Attempt:
         for peer, theirs in self._opened.items():
             with self._noted(peer):
                 line = self._line(theirs, BELL_DATA, self._slabs.rank)
-                ringing.launch(doorbell_write_kernel, 1, 1, 0, line, _RUNG + self._slabs.rank)
+                ringing.write_by_kernel(line, _RUNG + self._slabs.rank)
                 assert self.memops is not None
                 beside = self._line(theirs, BELL_FREE, self._slabs.rank)
                 write = _words_of(lambda at=beside: ringing.write_value(at, 1))  # type: ignore[misc]
@@ -311,10 +315,12 @@ class _Attempt:
 
     def _release(self, peers: Sequence[int]) -> None:
         """End the waits for these peers, who will not ring. No ring can be lost by it: they are not under way."""
+        assert self.memops is not None
         blocked, ringing = self._streams
         if not blocked.is_done():
+            store = ringing.write_by_kernel if self.memops.write_local else ringing.write_value
             for peer in peers:
-                ringing.write_value(self._line(self._own, BELL_DATA, peer), RELEASED)
+                store(self._line(self._own, BELL_DATA, peer), RELEASED)
             self._finish(ringing, "releasing a wait")
 
     def unblock(self) -> None:
