@@ -99,7 +99,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the world uses, and why not another; for the log and for status."""
+    """What the world uses, and why not another; for the log."""
 
     provider: str
     reasons: dict[str, str]  #: provider -> why it is not used
@@ -111,7 +111,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a preflight, equal on all ranks but for the last two fields; its text is what status shows."""
+    """What came of a preflight, equal on all ranks but for the last two fields; its text is what the log says."""
 
     choice: Choice
     wait_by: Literal["memop", "spin"]  #: how this rank waits
