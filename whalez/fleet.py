@@ -45,6 +45,7 @@ from whalez.warm import kernel_environment, warm
 LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, before it is killed
 FRONT_LEAVE_S = 0.25  #: what fronts have after the last rank, to tell their clients
 FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
+KILLED_S = 0.25  #: within which the killed are gone, and their ports free
 START_S = 300.0  #: the world has this long to come up
 STOPPED_S = 2.0  #: a rank that is stopped (SIGSTOP) for so long while the world comes up is dead
 RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
@@ -191,13 +192,6 @@ class _Process:
                 if int(group) == self.pid != int(folder.name) and state != "Z":
                     return False
         return True
-
-    def group_is_gone(self) -> bool:
-        try:
-            os.killpg(self.pid, 0)
-        except (ProcessLookupError, PermissionError):
-            return True
-        return False
 
     def last_words(self) -> str:
         """The end of its log, on one line."""
@@ -787,9 +781,8 @@ class Fleet:
         for process in (*ranks, *fronts):
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
-        for _ in range(5):  # a zombie that nobody collects looks alive, so not for long
-            if all(p.group_is_gone() for p in (*ranks, *fronts)):
-                break
+        deadline = time.monotonic() + KILLED_S
+        while time.monotonic() < deadline and not all(process.is_alone() for process in (*ranks, *fronts)):
             await asyncio.sleep(0.01)
 
     async def _until_exited(self, processes: Sequence[_Process], seconds: float) -> None:
