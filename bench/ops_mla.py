@@ -1,4 +1,4 @@
-"""GFLOP/s of the MLA and MoE ops on one core (bench id `ops_mla`): python bench/ops_mla.py [--quick]"""
+"""GFLOP/s of the MLA and MoE ops on one core: `python bench/ops_mla.py [--quick]`"""
 
 # ruff: noqa: E402 - the thread counts have to be set before numpy loads its BLAS
 from __future__ import annotations

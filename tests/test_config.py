@@ -44,6 +44,9 @@ GOOD = {"world": 4, "node_ranks": 4}
         ("gather_deadline_s", 0.0),
         ("stall_s", 0.0),
         ("stuck_s", -1.0),
+        ("gather_deadline_s", 1e300),  # whose nanoseconds are no number
+        ("stall_s", float("inf")),
+        ("stuck_s", float("nan")),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(field: str, value: object) -> None:
@@ -60,6 +63,8 @@ def test_a_bad_setting_is_refused_by_name(field: str, value: object) -> None:
         ("grace_s", "grace", -1.0),
         ("grace_s", "grace", 1e300),  # whose nanoseconds are no number
         ("grace_s", "grace", float("nan")),
+        ("start_s", "start-timeout", 0.0),
+        ("start_s", "start-timeout", 1e300),
         ("device", "device", "tpu"),
     ],
 )
@@ -154,7 +159,9 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10
         (SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7"}, Placement("slurm", 5, 16, "tcp://10.0.0.9:8", 8)),
         (OPENMPI, Placement("openmpi", 1, 2, None, 2)),
         (OPENMPI | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Placement("openmpi", 1, 2, "tcp://127.0.0.1:10", 2)),
+        (OPENMPI | {"PMIX_NAMESPACE": "prterun-gpu07-77@1"}, Placement("openmpi", 1, 2, "tcp://127.0.0.1:18438", 2)),
         (KUBERNETES, Placement("kubernetes", 2, 4, "tcp://10.1.2.3:401", None)),
+        (KUBERNETES | {"MASTER_ADDR": "fd00::7"}, Placement("kubernetes", 2, 4, "tcp://[fd00::7]:401", None)),
         ({"JOB_COMPLETION_INDEX": "0"}, Placement("kubernetes", 0)),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,13 @@ BUCKETS = (256, 512, 1056, 2112, 4224, 8448, 16896)
 def _require(ok: bool, field: str, expected: str, got: object) -> None:
     if not ok:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}")
+
+
+_SECONDS_MAX = 86_400  #: beyond a day is a mistake, beyond 2^63 ns no number
+
+
+def _require_seconds(name: str, value: float) -> None:
+    _require(0 < value <= _SECONDS_MAX, name, f"more than 0 and at most {_SECONDS_MAX} seconds", value)
 
 
 def _require_type(field: str, name: str, value: object) -> None:
@@ -57,7 +65,7 @@ class FleetConfig:
     attention_window: int = 16896  #: rows of context expanded at once in MLA prefill
     gather_deadline_s: float = 2.0  #: a gather older than this and than 64 launches is cancelled
     stall_s: float = 2.0  #: /health turns 503 when the progress word has not moved for this long
-    stuck_s: float = 60.0  #: the fleet stops when it has not moved for this long
+    stuck_s: float = 60.0  #: the fleet stops when it has not moved for so long, and for ten of its longest launches
 
     def __post_init__(self) -> None:
         _require(self.world >= 1, "world", "at least 1", self.world)
@@ -80,7 +88,7 @@ class FleetConfig:
         )
         _require(self.cache_tokens >= 0, "cache_tokens", "0 or more", self.cache_tokens)
         for name in ("gather_deadline_s", "stall_s", "stuck_s"):
-            _require(getattr(self, name) > 0, name, "more than 0 seconds", getattr(self, name))
+            _require_seconds(name, getattr(self, name))
 
     @property
     def cache_pages(self) -> int:
@@ -118,7 +126,8 @@ class RankConfig:
     def __post_init__(self) -> None:
         _require(self.rank >= 0, "rank", "0 or more", self.rank)
         _require(self.threads >= 1, "threads", "at least 1", self.threads)
-        _require(0 <= self.grace_s <= 86_400, "grace", "0 to 86400 seconds", self.grace_s)
+        _require(0 <= self.grace_s <= _SECONDS_MAX, "grace", f"0 to {_SECONDS_MAX} seconds", self.grace_s)
+        _require_seconds("start-timeout", self.start_s)
         if self.device.partition(":")[0] == "cuda":
             raise ConfigError(
                 f"device: expected cpu, got {self.device}: slabs, doorbells and kernels for CUDA are here and "
@@ -153,7 +162,7 @@ _SETTING_HELP: dict[str, str] = {
     "attention_window": "Context rows expanded at once in MLA prefill.",
     "gather_deadline_s": "Seconds after which a gather is cancelled.",
     "stall_s": "Seconds without progress until /health says 503.",
-    "stuck_s": "Seconds without progress until the fleet stops.",
+    "stuck_s": "Seconds without progress until the fleet stops; at least ten times its longest launch so far.",
 }
 
 SETTING_NAMES = tuple(_SETTING_HELP)  #: what flags and `Fleet(...)` can set; whalez.json can also set page_tokens
@@ -268,11 +277,17 @@ def _first_host(nodelist: str) -> str:
     return "" if match is None else match.group(1) + (match.group(2) or "")
 
 
+def _job_port(job: int) -> int:
+    """Equal on all ranks of a job, different between jobs, and below the ports that Linux gives to clients."""
+    return 15000 + job % 15000
+
+
 def placement_from_environment(env: Mapping[str, str]) -> Placement:
     """Rank, world and hub from torchrun, Slurm, Open MPI or a Kubernetes indexed job.
 
     `WHALEZ_HUB` names the hub under every launcher. Without it: MASTER_ADDR with the port after MASTER_PORT (torchrun
-    itself listens on MASTER_PORT), the first node of a Slurm step, or loopback when all ranks are on this machine.
+    itself listens on MASTER_PORT), the first node of a Slurm step, or loopback when all ranks are on this machine. The
+    port, if none is given, follows from the job, which Slurm and Open MPI name.
     Raises: ConfigError naming the variable.
     """
 
@@ -292,7 +307,9 @@ def placement_from_environment(env: Mapping[str, str]) -> Placement:
             return None
         if world is not None and world == local:
             return f"tcp://127.0.0.1:{port}"
-        return f"tcp://{host}:{port}" if host else None
+        if not host:
+            return None
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     master, master_port = env.get("MASTER_ADDR"), number("MASTER_PORT")
     port = None if master_port is None else master_port + 1
@@ -305,11 +322,14 @@ def placement_from_environment(env: Mapping[str, str]) -> Placement:
         local = int(per_node.group()) if per_node else None
         job = number("SLURM_JOB_ID")
         if port is None and job is not None:
-            port = 15000 + job % 20000  # equal on all ranks of a job, different between jobs
+            port = _job_port(job)
         host = master or _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
         return Placement("slurm", number("SLURM_PROCID"), world, hub(world, local, port, host), local)
     if "OMPI_COMM_WORLD_RANK" in env:
         world, local = number("OMPI_COMM_WORLD_SIZE"), number("OMPI_COMM_WORLD_LOCAL_SIZE")
+        job_name = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid"))
+        if port is None and job_name is not None:
+            port = _job_port(zlib.crc32(job_name.encode()))
         return Placement("openmpi", number("OMPI_COMM_WORLD_RANK"), world, hub(world, local, port, master), local)
     if "JOB_COMPLETION_INDEX" in env:
         world = number("WORLD_SIZE")

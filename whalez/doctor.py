@@ -471,12 +471,13 @@ def examine(
         model_dir:  None leaves out what follows from a model
         settings:   fleet settings by name, as flags bring them
         ranks_here: ranks on this machine; None: all of the world
-        quick:      only what keeps a fleet from coming up and costs next to nothing to find out
+        quick:      only what a fleet that starts has to know and costs next to nothing to find out
     """
     here = min(ranks_here or world, world)
     found: list[Finding | None] = [probe_system(machine), probe_python(machine)]
+    found += [probe_cores(machine, here, threads), probe_cpu(machine)]
     if not quick:
-        found += [probe_cores(machine, here, threads), probe_cpu(machine), probe_gemm(machine)]
+        found.append(probe_gemm(machine))
     found += [probe_files(machine, here, world), probe_futex(machine), probe_pidfd(machine), probe_kernels(machine)]
     if model_dir is not None:
         try:

@@ -45,10 +45,12 @@ from whalez.warm import kernel_environment, warm
 LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, before it is killed
 FRONT_LEAVE_S = 0.25  #: what fronts have after the last rank, to tell their clients
 FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
+KILLED_S = 0.25  #: within which the killed are gone, and their ports free
 START_S = 300.0  #: the world has this long to come up
 STOPPED_S = 2.0  #: a rank that is stopped (SIGSTOP) for so long while the world comes up is dead
 RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
 STEADY_S = 60.0  #: a world that has served for so long ends a row of failures
+BLAME_S = LEAVE_S + FRONT_FAIL_S + 1.0  #: after a death it is known by then who died
 LOG_TAIL_LINES = 3
 TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
 AWAY = "away"  #: in the run folder while a kept front has no world behind it: why
@@ -191,13 +193,6 @@ class _Process:
                     return False
         return True
 
-    def group_is_gone(self) -> bool:
-        try:
-            os.killpg(self.pid, 0)
-        except (ProcessLookupError, PermissionError):
-            return True
-        return False
-
     def last_words(self) -> str:
         """The end of its log, on one line."""
         try:
@@ -309,7 +304,7 @@ class Fleet:
         self.failure: WhalezError | None = None  #: why the fleet is over, once it is
         self._is_own_run_dir = run_dir is None
         self.start_s = start_s
-        self._progress = progress or (lambda line: None)
+        self._tell = progress
         self._command = command or rank_command
         self._lock_fd: int | None = None
         self._gate = threading.Lock()  # guards the next: what is handed to a loop is handed to one that still runs it
@@ -366,8 +361,8 @@ class Fleet:
 
             for name in ("hub", "rank"):
                 load_keys(self.keys).pair(name)  # refused by name before anything starts
-        self._take_run_dir()
         try:
+            self._take_run_dir()
             self._loop = asyncio.new_event_loop()
             # The kernel ties the children to the thread that started them, so that thread lives as long as the fleet.
             self._thread = threading.Thread(target=_run, args=(self._loop,), name="whalez-fleet", daemon=True)
@@ -383,7 +378,11 @@ class Fleet:
         from whalez.doctor import Machine, examine, refuse  # numpy: not for those who only import Fleet
 
         here = Machine(env=os.environ)
-        refuse(examine(self.world, self.model, self.settings, self.threads, machine=here, quick=True))
+        findings = examine(self.world, self.model, self.settings, self.threads, machine=here, quick=True)
+        refuse(findings)
+        for finding in findings:
+            if finding.level == "warn":
+                self._progress(f"{finding.name}: {finding.text}; {finding.advice}")
         sweep_leftovers()
         warm(os.environ, lambda name, i, n: self._progress(f"compiling {name} ({i}/{n})"))
 
@@ -601,8 +600,10 @@ class Fleet:
                 self._start_front(self.listen)
             host, port = parse_listen(self.listen)
             fronts = {"front": self._until_front_serves(host, port)}
-            for rank in range(self.world):
-                fronts[f"the front of rank {rank}"] = self._until_front_serves(host, port + 1 + rank)
+            for process in self._processes:
+                if process.rank is not None:
+                    work = self._until_front_serves(host, port + 1 + process.rank, process)
+                    fronts[f"the front of {process.name}"] = work
             await self._unless_failed(fronts, began)
         self._has_served = True
         if self.hold_on_failure:
@@ -610,6 +611,11 @@ class Fleet:
         self._progress(f"{self.world} ranks serve after {time.monotonic() - began:.1f} s")
         if self.listen is not None:
             self._say_urls(self.listen)
+
+    def _progress(self, line: str) -> None:
+        if self._tell is not None:
+            with contextlib.suppress(OSError):  # whoever read it is gone; the fleet is not to hang or end for that
+                self._tell(line)
 
     def _say_urls(self, listen: str) -> None:
         host, port = parse_listen(listen)
@@ -634,7 +640,7 @@ class Fleet:
                 for process in self._processes:
                     if process.rank is not None and process.stopped_s() > STOPPED_S:
                         raise PeerDied(process.rank, f"stopped for {STOPPED_S:g} s while the world came up")
-                if time.monotonic() - began > self.start_s:
+                if not work.done() and time.monotonic() - began > self.start_s:
                     raise WhalezError(self._who_is_late([name for name, task in tasks.items() if not task.done()]))
             work.result()
         finally:
@@ -668,15 +674,23 @@ class Fleet:
         )
         self._spawn("front", None, command, self.run_dir / "front.log")
 
-    async def _until_front_serves(self, host: str, port: int) -> None:
-        """Until a front says that its ranks are well; it asks them to say so, and from then on it passes requests."""
+    async def _until_front_serves(self, host: str, port: int, parent: _Process | None = None) -> None:
+        """Until a front says that its ranks are well; it asks them to say so, and from then on it passes requests.
+
+        parent: the rank whose own it is. Raises: WhalezError with its last words when that one has ended.
+        """
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 reader, writer = await asyncio.open_connection(host, port)
+            except OSError:
+                if parent is not None and parent.is_alone():
+                    raise WhalezError(f"the front of {parent.name} has ended: {parent.last_words()}") from None
+            else:
                 try:
-                    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-                    if b" 200 " in await reader.readline():
-                        return
+                    with contextlib.suppress(OSError):
+                        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+                        if b" 200 " in await reader.readline():
+                            return
                 finally:
                     writer.close()
             await asyncio.sleep(0.05)
@@ -767,9 +781,8 @@ class Fleet:
         for process in (*ranks, *fronts):
             process.reap()
         # What a rank started itself is nobody's child any more; it is dying, but not in no time.
-        for _ in range(5):  # a zombie that nobody collects looks alive, so not for long
-            if all(p.group_is_gone() for p in (*ranks, *fronts)):
-                break
+        deadline = time.monotonic() + KILLED_S
+        while time.monotonic() < deadline and not all(process.is_alone() for process in (*ranks, *fronts)):
             await asyncio.sleep(0.01)
 
     async def _until_exited(self, processes: Sequence[_Process], seconds: float) -> None:
@@ -840,7 +853,8 @@ class Fleet:
                     case Done():
                         pending._settle(self._generated(response))
                     case Failed(kind="gone"):
-                        await asyncio.Event().wait()  # for `_end_requests`, which knows who died
+                        await asyncio.sleep(BLAME_S)  # `_end_requests` comes before, if that was a death
+                        pending._settle(_failure(response, where))
                     case Failed():
                         pending._settle(_failure(response, where))
         except WhalezError as error:
@@ -885,10 +899,12 @@ class Fleet:
             raise OutputError(error.filename or "run_dir", error) from None
         longest = self._admin_addresses[-1].removeprefix("ipc://")
         if len(os.fsencode(longest)) > SOCKET_PATH_MAX:
-            self._sweep()
             raise ConfigError(f"run_dir: a socket path has at most {SOCKET_PATH_MAX} bytes, {longest} is longer")
         lock = self.run_dir / (OWN_LOCK if self._is_own_run_dir else "fleet.lock")
-        self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise OutputError(lock, error) from None
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -903,7 +919,10 @@ class Fleet:
             launcher_pid=os.getpid(),
             admin=self._admin_addresses,
         )
-        write_endpoints(self.run_dir, told)
+        try:
+            write_endpoints(self.run_dir, told)
+        except OSError as error:
+            raise OutputError(error.filename or self.run_dir, error) from None
 
     def _sweep(self) -> None:
         """Remove what a killed rank cannot remove itself: names of shared memory, sockets, and our own run folder."""
@@ -961,4 +980,4 @@ def _failure(failed: Failed, where: str) -> WhalezError:
     if failed.kind == "invalid":
         return RequestError(failed.reason, param=failed.param)
     reason = failed.reason if where in failed.reason else f"{where}: {failed.reason}"
-    return Unavailable(reason) if failed.kind in ("unavailable", "cancelled") else WhalezError(reason)
+    return Unavailable(reason) if failed.kind in ("unavailable", "gone", "cancelled") else WhalezError(reason)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from helpers.faults import wait_until
+from helpers.link_client import LinkClient
 from whalez.config import setting_flags
 from whalez.errors import RequestError, Unavailable
 from whalez.hub.requests import Done, Failed, Submit
-from whalez.hub.zmq_link import LinkClient
 from whalez.serve.completions import pack_tokens
 from whalez.serve.links import link_address
 from whalez.warm import kernel_environment

@@ -6,15 +6,21 @@ import pytest
 
 from whalez.errors import HubError
 from whalez.hub import address
-from whalez.hub.address import check_bind, check_connect
+from whalez.hub.address import bind_address, check_connect
 
 
 @pytest.fixture
 def names(monkeypatch):
-    """A resolver that knows two names and takes its time for a third."""
+    """A resolver that knows a few names and takes its time for a third."""
 
     def look_up(host, port, **kwargs):
-        known = {"node0": ["127.0.1.1"], "far": ["10.0.0.9"], "localhost": ["127.0.0.1"]}
+        known = {
+            "node0": ["127.0.1.1"],
+            "far": ["10.0.0.9"],
+            "localhost": ["127.0.0.1"],
+            "both": ["127.0.1.1", "fd00::5", "10.0.0.8"],
+            "six": ["fd00::6"],
+        }
         if host == "slow":
             time.sleep(1.2)
         if host not in known:
@@ -27,8 +33,7 @@ def names(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "peers_elsewhere", "reason"),
     [
-        ("tcp://node0:5000", False, r"'node0' is a name.*127\.0\.1\.1.*no other machine can reach"),
-        ("tcp://far:5000", True, r"'far' is a name.*10\.0\.0\.9"),
+        ("tcp://node0:5000", True, r"'node0' is a name.*127\.0\.1\.1.*no other machine can reach"),
         ("tcp://nowhere:5000", True, "does not resolve"),
         ("tcp://*:5000", False, "is a name"),
         ("tcp://127.0.0.1:5000", True, "is loopback"),
@@ -50,7 +55,23 @@ def names(monkeypatch):
 )
 def test_bind_is_refused_with_the_reason(names, text, peers_elsewhere, reason):
     with pytest.raises(HubError, match=reason):
-        check_bind(text, peers_elsewhere=peers_elsewhere, may_be_reached=True)
+        bind_address(text, peers_elsewhere=peers_elsewhere, may_be_reached=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "peers_elsewhere", "bound"),
+    [
+        ("tcp://far:5000", True, "tcp://10.0.0.9:5000"),
+        ("tcp://both:5000", True, "tcp://10.0.0.8:5000"),  # not loopback, and IPv4, which members look for
+        ("tcp://six:5000", True, "tcp://[fd00::6]:5000"),
+        ("tcp://node0:5000", False, "tcp://127.0.1.1:5000"),
+        ("tcp://localhost:5000", False, "tcp://127.0.0.1:5000"),
+    ],
+)
+def test_a_name_stands_for_an_ip_that_the_members_reach(names, text, peers_elsewhere, bound):
+    assert bind_address(text, peers_elsewhere=peers_elsewhere, may_be_reached=True) == bound
+    with pytest.raises(HubError, match="--insecure") if peers_elsewhere else contextlib.nullcontext():
+        bind_address(text, peers_elsewhere=peers_elsewhere, may_be_reached=False)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +85,7 @@ def test_bind_is_refused_with_the_reason(names, text, peers_elsewhere, reason):
     ],
 )
 def test_bind_is_allowed(names, text, peers_elsewhere):
-    check_bind(text, peers_elsewhere=peers_elsewhere, may_be_reached=True)
+    assert bind_address(text, peers_elsewhere=peers_elsewhere, may_be_reached=True) == text
 
 
 @pytest.mark.parametrize(
@@ -84,11 +105,11 @@ def test_bind_is_allowed(names, text, peers_elsewhere):
 )
 def test_where_other_machines_can_reach_keys_are_needed(names, text, is_refused):
     if not is_refused:
-        check_bind(text, peers_elsewhere=False, may_be_reached=False)
+        bind_address(text, peers_elsewhere=False, may_be_reached=False)
         check_connect(text, peers_elsewhere=False, may_be_reached=False)
         return
     with pytest.raises(HubError, match=r"--keys DIR.*--insecure"):
-        check_bind(text, peers_elsewhere=False, may_be_reached=False)
+        bind_address(text, peers_elsewhere=False, may_be_reached=False)
     if "0.0.0.0" not in text and "[::]" not in text:
         with pytest.raises(HubError, match=r"--keys DIR.*--insecure"):
             check_connect(text, peers_elsewhere=False, may_be_reached=False)
@@ -113,7 +134,7 @@ def test_connect(names):
 def test_a_dead_name_server_costs_less_than_a_second(names):
     begin = time.monotonic()
     with pytest.raises(HubError, match="'slow' is a name"):
-        check_bind("tcp://slow:5000", peers_elsewhere=True, may_be_reached=True)
+        bind_address("tcp://slow:5000", peers_elsewhere=True, may_be_reached=True)
     assert time.monotonic() - begin < 1.0
 
 

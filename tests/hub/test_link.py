@@ -16,11 +16,12 @@ import pytest
 import zmq
 from hub_helpers import TIMEOUT_S
 
+from helpers.link_client import LinkClient
 from helpers.ports import free_ports
 from whalez.errors import HubError, RequestError, Unavailable
 from whalez.hub import wire
 from whalez.hub.requests import CancelRequest, Done, Failed, Report, Status, Submit, TokenOut
-from whalez.hub.zmq_link import AsyncLinkClient, LinkClient, LinkServer
+from whalez.hub.zmq_link import AsyncLinkClient, LinkServer
 
 STATUS = Status(
     query_id="",
@@ -212,7 +213,7 @@ def test_garbage_is_counted_and_dropped_and_the_link_still_serves(address, closi
 
 VANISHING_CLIENT = """
 import sys
-from whalez.hub.zmq_link import LinkClient
+from helpers.link_client import LinkClient
 from whalez.hub.requests import Submit
 client = LinkClient(sys.argv[1])
 for name in "ab":
@@ -314,7 +315,7 @@ def test_the_last_words_of_a_rank_come_before_its_end(ipc, closing, tokens):
         assert [each.token for each in said if isinstance(each, TokenOut)] == [i * i for i in range(tokens)]
     began = time.monotonic()
     (failed,) = unsaid
-    assert (failed.kind, failed.reason) == ("gone", "its process has ended")
+    assert (failed.kind, failed.reason) == ("gone", "it has closed the link")
     assert time.monotonic() - began < TIMEOUT_S / 2
 
 

@@ -17,6 +17,7 @@ from test_hub_processes import Rank, leave
 from test_link import Rank as LinkRank
 from test_link import done, submit
 
+from helpers.link_client import LinkClient
 from helpers.ports import free_ports
 from whalez.errors import ConfigError, FleetRefused, HubError
 from whalez.hub import sockets, wire
@@ -25,7 +26,6 @@ from whalez.hub.keys import load_keys, make_keys, secure_client, sender_key
 from whalez.hub.requests import Done
 from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
-from whalez.hub.zmq_link import LinkClient
 from whalez.rendezvous.messages import Bye, Mapped, Post, Ready
 
 SLOW = pytest.mark.slow

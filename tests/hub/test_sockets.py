@@ -11,10 +11,10 @@ from hub_helpers import TIMEOUT_S, PassOn, hello
 from test_link import Rank as LinkRank
 
 import whalez
+from helpers.link_client import LinkClient
 from whalez.hub.keys import load_keys, make_keys
 from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
-from whalez.hub.zmq_link import LinkClient
 
 PACKAGE = Path(whalez.__file__).parent
 #: Unlike the defaults and each other, so that a mixed-up or missing one shows.
@@ -113,7 +113,8 @@ def test_every_socket_of_hub_and_link_has_every_option(seen, tmp_path):
             list(pool.map(lambda hub: hub.close(), hubs))
     ours = [each for each in seen if not is_of_the_library(each[0])]
     kinds = sorted(kind for _, kind, _ in ours)
-    # ROUTERs of hub (bound twice) and link; two DEALERs per rank and the client's; a monitor of each but beats and rank 0's own.
+    # ROUTERs of hub (bound twice) and link; two DEALERs per rank and the client's; a monitor of each but the beats' and
+    # rank 0's own.
     assert kinds.count(zmq.ROUTER) == 3
     assert kinds.count(zmq.DEALER) == 5
     assert kinds.count(zmq.PAIR) == 4

@@ -12,9 +12,9 @@ import pytest
 from conftest import SETTINGS  # type: ignore[attr-defined]
 
 from helpers.faults import wait_until
+from helpers.link_client import LinkClient
 from whalez.fleet import Fleet
 from whalez.hub.requests import Done, Failed, Response, Submit
-from whalez.hub.zmq_link import LinkClient
 from whalez.serve.completions import pack_tokens
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 
+from whalez.doctor import Finding
 from whalez.errors import WhalezError
 from whalez.fleet import Fleet, sweep_leftovers
 from whalez.model.checkpoint import read_tensors, write_checkpoint
@@ -89,6 +90,14 @@ def _is_locked(file: IO[str]) -> bool:
         return True
     fcntl.flock(file, fcntl.LOCK_UN)
     return False
+
+
+def test_what_the_machine_lacks_is_told_at_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = Finding("warn", "cores", "1 for 2 ranks", "ranks share cores")
+    monkeypatch.setattr("whalez.doctor.probe_cores", lambda *_: lacks)
+    lines: list[str] = []
+    Fleet(tiny, 2, progress=lines.append)._prepare()
+    assert "cores: 1 for 2 ranks; ranks share cores" in lines
 
 
 def test_a_port_in_use_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:

@@ -23,4 +23,5 @@ def test_the_lane_is_that_of_ranks_that_share_cores(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "kimi-linear", "tiny", 0)
     said = {cores: list(plan_lines(tmp_path, 550, 4, 0, {}, cores))[-1] for cores in (None, 4, 2)}
     assert said[None] == said[4]
+    assert said[2].startswith("predicted prefill of 4 ranks on 2 cores: whale ")
     assert said[4].endswith("--lane auto takes whale") and said[2].endswith("--lane auto takes local")

@@ -8,8 +8,9 @@ Its behaviour is the folder's `behave.json` {rank: word}, so that a test chooses
   mute      never serves
   stops     is stopped before it says a word
   stubborn  ignores STOP, and has a child that does so too
-  later     serves a second before its front starts
-  alone     serves without a front
+  later     has a front that comes a second later
+  barred    has a front that cannot start
+  closes    closes its link at the first request, and lives on
   tells     exits 1 naming the peer that died, as soon as a peer's pid in peers.json is gone or stopped
 """
 
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,6 +66,8 @@ def main() -> int:
     def on_request(client: bytes, request: Submit | CancelRequest) -> None:
         if isinstance(request, CancelRequest):
             cancelled.add(request.request_id)
+        elif behaviour == "closes":
+            threading.Thread(target=server.close, daemon=True).start()
         else:
             threading.Thread(target=generate, args=(client, request), daemon=True).start()
 
@@ -121,11 +125,13 @@ def main() -> int:
 
     address = link_address(run_dir, args.rank)
     server = LinkServer(address, on_request, status)
-    if behaviour == "later":
-        leaving.wait(1.0)
     front = None
-    if args.listen is not None and behaviour != "alone":
-        front = subprocess.Popen(front_command([address], args.listen, "fake", parent=os.getpid()))
+    if args.listen is not None:
+        listen = "192.0.2.7:1" if behaviour == "barred" else args.listen  # of no machine at all
+        command = front_command([address], listen, "fake", parent=os.getpid())
+        if behaviour == "later":
+            command = ["sh", "-c", f"sleep 1; exec {shlex.join(command)}"]
+        front = subprocess.Popen(command)
     print(f"rank {args.rank} up, argv {sys.argv[1:]}", flush=True)
     while not leaving.wait(0.02):
         if behaviour == "tells":

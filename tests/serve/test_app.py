@@ -262,9 +262,16 @@ def test_a_silent_rank_fails_its_requests_and_health() -> None:
     assert front.ranks.views[0].in_flight == 0
 
 
-@pytest.mark.parametrize("last_words", ["", "it broke"])
+def test_the_end_of_a_link_is_told_when_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whalez.serve.app.LAST_WORDS_S", 0.05)
+    front = front_of(FakeLink(lambda submit: [Failed(request_id=submit.request_id, kind="gone", reason="it is cut")]))
+    answer = talk(front, lambda client: client.post("/v1/completions", json={"prompt": "x"}))
+    assert refused(answer, 503)["message"] == "rank 0: it is cut"
+
+
+@pytest.mark.parametrize("last_words", ["", "it broke", "gone"])
 def test_the_end_of_a_process_is_seen_at_once_and_its_last_words_count(last_words: str) -> None:
-    """The link stays mute otherwise, as that of a killed rank; `silent_s` is far away."""
+    """The link stays mute otherwise, or ends; `silent_s` is far away."""
     with subprocess.Popen(["sleep", "100"]) as child:
         link = FakeLink(status=status(pid=child.pid))
         front = front_of(link)
@@ -274,7 +281,8 @@ def test_the_end_of_a_process_is_seen_at_once_and_its_last_words_count(last_word
             link.submitted.append(submit)
             await seen.wait()
             if last_words:
-                yield Failed(request_id=submit.request_id, kind="unavailable", reason=last_words)
+                kind = "gone" if last_words == "gone" else "unavailable"
+                yield Failed(request_id=submit.request_id, kind=kind, reason=last_words)
             await asyncio.Event().wait()
 
         link.submit = submit  # type: ignore[method-assign]
@@ -294,7 +302,10 @@ def test_the_end_of_a_process_is_seen_at_once_and_its_last_words_count(last_word
             during, after = talk(front, conversation)
         finally:
             child.kill()
-    assert refused(during, 503)["message"] == f"rank 0: {last_words or 'its process has ended'}"
+    assert (
+        refused(during, 503)["message"]
+        == f"rank 0: {last_words if last_words == 'it broke' else 'its process has ended'}"
+    )
     assert refused(after, 503)["message"] == "rank 0: its process has ended"
 
 

@@ -1,9 +1,11 @@
 """Fleet over real processes that play ranks: it comes up whole or not at all, and leaves nothing behind."""
 
+import asyncio
 import contextlib
 import gc
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -24,8 +26,18 @@ from fake_fleet import fake_command, group_lives
 
 import whalez
 from helpers.ports import free_ports
-from whalez.errors import CheckpointError, ConfigError, HubError, PeerDied, RequestError, Unavailable, WhalezError
+from whalez.errors import (
+    CheckpointError,
+    ConfigError,
+    HubError,
+    OutputError,
+    PeerDied,
+    RequestError,
+    Unavailable,
+    WhalezError,
+)
 from whalez.fleet import Fleet, Pending
+from whalez.serve.process import STOP
 
 pytestmark = pytest.mark.multiprocess
 
@@ -235,11 +247,22 @@ def test_a_rank_that_dies_at_start_fails_the_start(start: Callable[..., Fleet]) 
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize(("behaviour", "late"), [("mute", "rank 1"), ("alone", "the front of rank 1")])
-def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet], behaviour: str, late: str) -> None:
+def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> None:
+    with pytest.raises(WhalezError, match=r"not serving after 5 s: rank 1; last words: rank 1 up"):
+        start(world=2, behave={1: "mute"}, start_s=5)
+
+
+def test_what_came_up_in_the_last_moment_is_not_late(model: Path) -> None:
+    async def came_up() -> None:
+        pass
+
+    asyncio.run(Fleet(model)._unless_failed({"rank 0": came_up()}, began=-math.inf))
+
+
+def test_a_front_that_cannot_start_is_named(start: Callable[..., Fleet]) -> None:
     port = free_ports(3)
-    with pytest.raises(WhalezError, match=rf"not serving after 5 s: {late}; last words: rank 1 up"):
-        start(world=2, behave={1: behaviour}, listen=f"127.0.0.1:{port}", start_s=5)
+    with pytest.raises(WhalezError, match=r"^the front of rank 1 has ended: front: cannot listen on 192\.0\.2\.7:1"):
+        start(world=2, behave={1: "barred"}, listen=f"127.0.0.1:{port}")
 
 
 def test_a_rank_that_is_stopped_at_its_start_is_named_soon(
@@ -250,6 +273,26 @@ def test_a_rank_that_is_stopped_at_its_start_is_named_soon(
     with pytest.raises(PeerDied, match=r"^rank 1 died: stopped for 0.5 s while the world came up") as caught:
         start(world=2, behave={1: "stops"}, start_s=20)
     assert caught.value.rank == 1
+
+
+def test_the_end_of_a_link_is_told_even_if_its_rank_lives(
+    start: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a death nobody else ends the request."""
+    monkeypatch.setattr("whalez.fleet.BLAME_S", 0.2)
+    fleet = start(world=1, behave={0: "closes"})
+    with pytest.raises(Unavailable, match=r"^rank 0: it has closed the link$"):
+        fleet.submit([1]).result(20)
+    assert fleet.pids()
+
+
+def test_a_progress_that_nobody_reads_ends_nothing(start: Callable[..., Fleet]) -> None:
+    def progress(line: str) -> None:
+        raise BrokenPipeError
+
+    fleet = start(world=1, progress=progress)
+    os.kill(fleet.pids()["rank 0"], STOP)  # it leaves with 0, as of a drain
+    fleet.wait()
 
 
 @pytest.mark.parametrize(
@@ -328,6 +371,8 @@ def test_run_dir_in_use_or_too_deep(start: Callable[..., Fleet], tmp_path: Path)
         start(world=1, run_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match="socket path"):
         start(world=1, run_dir=tmp_path / ("x" * 100))
+    with pytest.raises(OutputError, match=r"^/proc/fleet\.lock: cannot be written"):  # where nobody may
+        start(world=1, run_dir="/proc")
 
 
 def test_settings_are_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class Health:
         self.loop: Loop | None = None  #: set once the world runs
         self.slabs = "slabs: host"
         self.failure = ""  #: why this rank is about to exit
+        self.front: Callable[[], int | None] = lambda: None  #: how this rank's own front has exited, as Popen.poll
         self._moved_ns = now_ns()
 
     def moved(self) -> None:
@@ -43,6 +44,8 @@ class Health:
         trouble = self.failure
         if not trouble and loop is not None and age_s > self.stall_s:
             trouble = f"rank {self.rank}: no progress for {age_s:.1f} s{self._awaited(loop)}"
+        if not trouble and (code := self.front()) is not None:
+            trouble = f"rank {self.rank}: its front has ended with {code}"
         state = "starting" if loop is None else loop.state
         return Status(
             query_id="",

@@ -38,4 +38,6 @@ def plan_lines(
         times = " ".join(f"{row[name]:9.3f}" for name in ("kda_s", "mla_s", "moe_s", "wait_s"))
         yield f"{row['rank']:5d} {row['start']:9d} {row['length']:9d} {times}"
     faster = "whale" if lanes.whale_is_faster else "local"
-    yield f"predicted prefill: whale {lanes.whale_s:.2f} s, local {lanes.local_s:.2f} s; --lane auto takes {faster}"
+    where = f" of {world} ranks on {cores} cores" if cores is not None and cores < world else ""
+    times = f"whale {lanes.whale_s:.2f} s, local {lanes.local_s:.2f} s"
+    yield f"predicted prefill{where}: {times}; --lane auto takes {faster}"

@@ -1,7 +1,8 @@
 """Which hub addresses can work, decided before any socket is opened.
 
 The fault this prevents: a machine's own name often maps to 127.0.1.1 in /etc/hosts. A hub bound by name then listens
-on loopback and the peers are refused for as long as they care to retry.
+on loopback and the peers are refused for as long as they care to retry. So a name is looked up here, and refused if
+others could not reach what it stands for.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from whalez.errors import HubError
 IPC_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path less its final zero
 _RESOLVE_S = 0.5
 _KEYS_HINT = "give --keys DIR (`whalez keys DIR` makes them) or, on a network you trust, --insecure"
-_FORMS = "tcp://IP:PORT, tcp://[IPV6]:PORT or ipc:///path"
+_FORMS = "tcp://HOST:PORT, tcp://[IPV6]:PORT or ipc:///path"
 
 
-def check_bind(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> None:
-    """Refuse an address rank 0 must not listen at, within a second.
+def bind_address(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> str:
+    """Where rank 0 listens for `address`: the same, with an IP for a name. Refused within a second if that cannot work.
 
     Args:
         peers_elsewhere: ranks are on other machines
@@ -31,25 +32,30 @@ def check_bind(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> 
     parts = _split(address)
     if parts is None:
         _check_ipc(address, peers_elsewhere)
-        return
-    host, _ = parts
-    ip = _literal(host)
-    if ip is None:
+        return address
+    host, port = parts
+    if _literal(host) is None:
         found = resolve(host)
-        hint = f"it resolves to {', '.join(found)} here" if found else "it does not resolve here"
-        if any(_is_loopback(each) for each in found):
-            hint += ", which no other machine can reach"
-        raise HubError(f"{address}: {host!r} is a name, and a hub binds only to an IP ({hint}); {_own_hint()}")
-    if peers_elsewhere and _is_loopback(str(ip)):
-        raise HubError(f"{address}: {ip} is loopback, but ranks on other machines must reach it; {_own_hint()}")
-    if not _is_loopback(str(ip)) and not may_be_reached:
+        if not found:
+            raise HubError(f"{address}: {host!r} is a name that does not resolve here; {_own_hint()}")
+        reached = [each for each in found if not _is_loopback(each)]
+        if peers_elsewhere and not reached:
+            raise HubError(
+                f"{address}: {host!r} is a name that resolves to {', '.join(found)} here, which no other machine can "
+                f"reach; {_own_hint()}"
+            )
+        host = min(reached or found, key=lambda each: ":" in each)  # members look for IPv4 first
+    if peers_elsewhere and _is_loopback(host):
+        raise HubError(f"{address}: {host} is loopback, but ranks on other machines must reach it; {_own_hint()}")
+    if not _is_loopback(host) and not may_be_reached:
         raise HubError(f"{address}: other machines can reach it, and none of them would need a key; {_KEYS_HINT}")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def check_connect(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> None:
     """Refuse an address that can not lead a member to rank 0, within a second. Names are allowed if they can work.
 
-    `peers_elsewhere`: rank 0 may be on another machine. `may_be_reached`: as in `check_bind`, so that a rank without
+    `peers_elsewhere`: rank 0 may be on another machine. `may_be_reached`: as in `bind_address`, so that a rank without
     keys says so at once and sends no prompt to whoever listens there.
     A name that does not resolve yet is let through: it may appear while the connection is retried.
     """

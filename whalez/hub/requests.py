@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-PROCESS_ENDED = "its process has ended"  #: what a client says of a rank that is gone; a link never leaves its machine
-
 
 class LinkMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of everything that crosses the link."""
@@ -81,7 +79,8 @@ class Failed(LinkMessage, frozen=True):
     """The request ended without a result."""
 
     request_id: str
-    kind: str  #: "invalid" (client's fault) | "unavailable" | "gone" (the rank) | "internal" | "cancelled"
+    #: "invalid" (client's fault) | "unavailable" | "internal" | "cancelled"; of the client's own end: "gone" (the rank)
+    kind: str
     reason: str
     param: str | None = None
 
@@ -108,7 +107,7 @@ class Status(LinkMessage, frozen=True):
     model: str
     eos_tokens: tuple[int, ...] = ()
     dropped: dict[str, int] = {}  #: frames and connections that were refused at this rank's ports, by kind
-    slabs: str = ""  #: which memory the ranks share, and the driver's words for what they could not use
+    slabs: str = ""  #: which memory the ranks share
 
 
 Request = Submit | CancelRequest | StatusQuery

@@ -18,7 +18,7 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import WireError
 from whalez.hub import sockets, wire
-from whalez.hub.address import check_bind, is_of_this_machine
+from whalez.hub.address import bind_address, is_of_this_machine
 from whalez.hub.admin import AdminAnswer, AdminQuery, GuardedQuery, NotDone
 from whalez.hub.connections import Knock, listen
 from whalez.hub.keys import Keys, secure_client, sender_key
@@ -63,7 +63,8 @@ class AdminServer:
         keys: only those who hold a rank's or an admin's key get an answer at all.
         Raises: HubError naming the address if it is taken or impossible.
         """
-        check_bind(address, peers_elsewhere=False, may_be_reached=True)  # `refusal` guards what changes anything
+        # `refusal` guards what changes anything.
+        address = bind_address(address, peers_elsewhere=False, may_be_reached=True)
         self._address = address
         self._rank = rank
         self._answer = answer

@@ -18,7 +18,7 @@ import zmq
 from whalez.clock import now_ns
 from whalez.errors import ConfigError, FleetRefused, HubError, PeerDied, WhalezError, WireError
 from whalez.hub import sockets, wire
-from whalez.hub.address import check_bind, check_connect
+from whalez.hub.address import bind_address, check_connect
 from whalez.hub.conductor import Conductor
 from whalez.hub.connections import Knock
 from whalez.hub.inbox import Inbox, message_bytes
@@ -74,7 +74,7 @@ class ZmqHub:
         """No socket is opened before `start`.
 
         Args:
-            address:    where rank 0 listens: tcp://IP:PORT or ipc:///path (one machine only)
+            address:    where rank 0 listens: tcp://HOST:PORT or ipc:///path (one machine only)
             policy:     needed on rank 0 unless `sequencer` is given: what its Sequencer plans with
             node_ranks: ranks per machine; below `world` means that peers are elsewhere. None = all are here
             sequencer:  rank 0 only, instead of the one made from `policy`
@@ -87,7 +87,9 @@ class ZmqHub:
             raise ConfigError(f"rank: expected 0 to {world - 1}, got {rank}")
         peers_elsewhere = node_ranks is not None and node_ranks < world
         if rank == 0:
-            check_bind(address, peers_elsewhere=peers_elsewhere, may_be_reached=keys is not None or insecure)
+            address = bind_address(
+                address, peers_elsewhere=peers_elsewhere, may_be_reached=keys is not None or insecure
+            )
             if sequencer is None:
                 assert policy is not None, "rank 0 needs a policy for its sequencer"
                 sequencer = Sequencer(world, policy, plan=plan_whale)

@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import zmq
@@ -25,17 +24,7 @@ from whalez.errors import RequestError, Unavailable, WireError
 from whalez.hub import sockets, wire
 from whalez.hub.connections import Monitor, listen
 from whalez.hub.processes import Wake
-from whalez.hub.requests import (
-    PROCESS_ENDED,
-    CancelRequest,
-    Done,
-    Failed,
-    LinkMessage,
-    Response,
-    Status,
-    StatusQuery,
-    Submit,
-)
+from whalez.hub.requests import CancelRequest, Done, Failed, LinkMessage, Response, Status, StatusQuery, Submit
 from whalez.hub.sockets import SocketOptions
 
 _log = logging.getLogger(__name__)
@@ -253,11 +242,11 @@ class LinkServer:
                 _log.exception("cancelling %s failed", request_id)
 
 
-_Sink = Callable[[Response], None]
+Sink = Callable[[Response], None]
 
 
-class _ClientThread:
-    """What both clients share: a thread with the socket, sinks by request id, and the watch over the rank.
+class ClientThread:
+    """A client's thread: the socket, sinks by request id, and the watch over the rank.
 
     A sink is called in this thread, in order, and for the last time with Done or Failed.
     """
@@ -267,12 +256,10 @@ class _ClientThread:
         self._connect_ns = int(connect_timeout_s * 1e9)
         self._silence_ns = int(silence_s * 1e9)
         self._lock = threading.Lock()  # guards the four below
-        self._sinks: dict[str, _Sink] = {}
+        self._sinks: dict[str, Sink] = {}
         self._queries: dict[str, Callable[[Status | None], None]] = {}
         self._outbox: deque[tuple[int, LinkMessage]] = deque()  # (give up at, message)
         self._is_closing = False
-        self._heard_ns = now_ns()
-        self._asked_ns: int | None = None  # oldest ping without any answer since
         self._ping_number = itertools.count()
         self._unsent: tuple[int, LinkMessage, bytes] | None = None
         self._options = options or SocketOptions()
@@ -288,7 +275,7 @@ class _ClientThread:
         self._thread.start()
 
     # ---- any thread --------------------------------------------------------------------------------------------
-    def submit(self, request: Submit, sink: _Sink) -> None:
+    def submit(self, request: Submit, sink: Sink) -> None:
         self._check(request)
         with self._lock:
             if self._is_closing:
@@ -340,15 +327,17 @@ class _ClientThread:
 
     def _connect(self) -> None:
         monitors: list[Monitor] = []
-        self._dealer = sockets.connect(
+        dealer = sockets.connect(
             self._context,
             self._address,
             self._options,
             lambda made: monitors.append(Monitor(made, self._options, _BEGUN | _ENDED)),
             keeps_unread=True,
         )
-        (self._monitor,) = monitors
+        self._dealer, self._monitor = dealer, monitors[0]
         self._is_connected = False
+        self._heard_ns = now_ns()
+        self._asked_ns: int | None = None  # oldest ping without any answer since
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._monitor.events, zmq.POLLIN)
 
@@ -374,7 +363,7 @@ class _ClientThread:
                 self._is_closing = True
         finally:
             self._fail_all(reason)
-            self._disconnect()
+            self._disconnect(self._dealer, self._monitor)
 
     def _wait_ms(self) -> int | None:
         with self._lock:
@@ -393,7 +382,7 @@ class _ClientThread:
                 response = wire.decode_link(data)
             except WireError as error:
                 self._fail_all(f"{self._address} does not speak this protocol: {error}")
-                return False
+                continue
             self._heard_ns = now_ns()
             self._asked_ns = None
             self._deliver(response)
@@ -415,15 +404,16 @@ class _ClientThread:
             unsent = {message.request_id for message in messages if isinstance(message, Submit)}
             sent = [request_id for request_id in self._sinks if request_id not in unsent]
         for request_id in sent:
-            self._fail(request_id, PROCESS_ENDED, kind="gone")
-        self._disconnect(linger_ms=0)
+            self._fail(request_id, "it has closed the link", kind="gone")
+        dealer, monitor = self._dealer, self._monitor
         self._connect()
+        self._disconnect(dealer, monitor, linger_ms=0)
 
-    def _disconnect(self, linger_ms: int | None = None) -> None:
-        self._poller.unregister(self._monitor.events)
-        self._poller.unregister(self._dealer)
-        self._monitor.close()
-        self._dealer.close(linger=linger_ms)
+    def _disconnect(self, dealer: zmq.Socket[bytes], monitor: Monitor, linger_ms: int | None = None) -> None:
+        self._poller.unregister(monitor.events)
+        self._poller.unregister(dealer)
+        monitor.close()
+        dealer.close(linger=linger_ms)
 
     def _deliver(self, response: LinkMessage) -> None:
         match response:
@@ -506,8 +496,9 @@ class _ClientThread:
             answer(None)
 
 
-class LinkClient:
-    """A client's end for threads. Owns: a thread and a socket. Closed by: `close`, or leaving the `with` block."""
+class AsyncLinkClient:
+    """A client's end for asyncio; make it inside a running loop. Owns: a thread and a socket. Closed by: `close`, or
+    leaving the `async with` block."""
 
     def __init__(
         self,
@@ -525,77 +516,17 @@ class LinkClient:
 
         Raises: HubError for a malformed address.
         """
-        self._thread = _ClientThread(address, connect_timeout_s, silence_s, options)
-        self._address = address
-
-    def submit(self, request: Submit) -> Iterator[Response]:
-        """Send now; iterate over TokenOut..., ended by one Done or Failed (which is yielded, not raised).
-
-        A rank that is silent ends it with Failed(kind="unavailable"), one that is gone with "gone", as soon as that is
-        seen and after all that it had sent before. Leaving the iterator early (`close`) cancels the
-        request.
-        Raises: RequestError for a request that can not travel; Unavailable after `close`.
-        """
-        responses: queue.SimpleQueue[Response] = queue.SimpleQueue()
-        self._thread.submit(request, responses.put)
-        return self._stream(request.request_id, responses)
-
-    def _stream(self, request_id: str, responses: queue.SimpleQueue[Response]) -> Iterator[Response]:
-        try:
-            while True:
-                response = responses.get()
-                yield response
-                if isinstance(response, Done | Failed):
-                    return
-        finally:
-            self.cancel(request_id)  # does nothing for one that has ended
-
-    def cancel(self, request_id: str) -> None:
-        """Lose interest; the stream still ends with Done or Failed."""
-        self._thread.cancel(request_id)
-
-    def status(self, timeout_s: float = 2.0) -> Status:
-        """Ask the rank's link thread. Raises Unavailable if nothing comes back in time."""
-        answers: queue.SimpleQueue[Status | None] = queue.SimpleQueue()
-        query_id = self._thread.ask(answers.put, timeout_s)
-        try:
-            status = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            status = None
-        finally:
-            self._thread.forget(query_id)
-        if status is None:
-            raise Unavailable(f"no status from {self._address} within {timeout_s:g} s")
-        return status
-
-    def close(self) -> None:
-        """Open streams end with Failed("unavailable"). Idempotent."""
-        self._thread.close()
-
-    def __enter__(self) -> LinkClient:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class AsyncLinkClient:
-    """The same for asyncio; make it inside a running loop. Same arguments, same errors."""
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        connect_timeout_s: float = 5.0,
-        silence_s: float = 5.0,
-        options: SocketOptions | None = None,
-    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._thread = _ClientThread(address, connect_timeout_s, silence_s, options)
+        self._thread = ClientThread(address, connect_timeout_s, silence_s, options)
         self._address = address
 
     def submit(self, request: Submit) -> AsyncIterator[Response]:
-        """Send now (not at the first `anext`); otherwise like `LinkClient.submit`. `aclose` cancels."""
+        """Send now (not at the first `anext`); iterate over TokenOut..., ended by one Done or Failed, which is yielded.
+
+        A rank that is silent ends it with Failed(kind="unavailable"), one that is gone with "gone", as soon as that is
+        seen and after all that it had sent before. Leaving the iterator early (`aclose`) cancels the request.
+        Raises: RequestError for a request that can not travel; Unavailable after `close`.
+        """
         responses: asyncio.Queue[Response] = asyncio.Queue()
         self._thread.submit(request, lambda response: self._call_soon(responses.put_nowait, response))
         return self._stream(request.request_id, responses)

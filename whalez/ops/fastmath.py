@@ -1,12 +1,12 @@
 """Elementary f32 functions that the loop vectoriser can widen, the raw pointers kernels index, and one GEMM on them.
 
 Numba's own `math.exp` is a library call per element; the functions here are straight arithmetic on bits, so a loop over
-them becomes vector code (bench `ops_kda`). They are called from `@njit` loops only, and inline into them.
+them becomes vector code (`python bench/ops_kda.py`). They are called from `@njit` loops only, and inline into them.
 
 The exponential must not be reassociated (its range reduction subtracts ln 2 in two parts), so it carries only the
 `contract` flag whatever the caller's own flags are.
 Kernels of these ops get addresses and strides instead of numpy arrays: one compiled signature serves every layout a row
-view can have, and a slab of another rank is an ordinary argument. Hot: yes, bench id `ops_kda`.
+view can have, and a slab of another rank is an ordinary argument. Hot: yes, `python bench/ops_kda.py`.
 """
 
 from __future__ import annotations

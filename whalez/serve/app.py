@@ -25,11 +25,11 @@ from whalez.errors import RequestError, Unavailable, WhalezError
 from whalez.hub.requests import Done, Failed, Report, TokenOut
 from whalez.serve import completions
 from whalez.serve.completions import Ask
-from whalez.serve.links import Ranks, RankView
+from whalez.serve.links import PROCESS_ENDED, Ranks, RankView
 from whalez.serve.tokenizer import StopFilter, Tokenizer
 
 RETRY_AFTER_S = 5
-LAST_WORDS_S = 1.0  #: the link of a process that has ended says so after its last words, and no later than this
+LAST_WORDS_S = 1.0  #: the end of a process and the end of its link, after its last words, are seen within this
 MAX_BODY_BYTES = 64 * 2**20  #: a million ids as JSON are about 8 MB
 
 _json = msgspec.json.Encoder()
@@ -225,6 +225,11 @@ class Front:
                         reason = "stop" if stops.stopped else response.finish_reason
                         yield Piece(rest + stops.finish(), reason, response.tokens, response.report)
                         return
+                    case Failed(kind="gone"):
+                        over = True
+                        with contextlib.suppress(TimeoutError):  # why, is known to whoever watches its process
+                            await asyncio.wait_for(view.lost.wait(), LAST_WORDS_S)
+                        raise Unavailable(f"{view.name}: {view.how_lost or response.reason}")
                     case Failed():
                         over = True
                         raise _failure(response, view)
@@ -273,7 +278,7 @@ async def _next_or_lost(responses: AsyncIterator[Any], view: RankView) -> Any:
     losing = asyncio.ensure_future(view.lost.wait())
     try:
         await asyncio.wait({coming, losing}, return_when=asyncio.FIRST_COMPLETED)
-        if not coming.done():  # a rank that stops says why, and we may know of its end before we know that
+        if not coming.done() and view.how_lost == PROCESS_ENDED:  # it may have said why, and that be on its way
             await asyncio.wait({coming}, timeout=LAST_WORDS_S)
         if coming.done():
             return coming.result()
@@ -291,7 +296,7 @@ def _failure(failed: Failed, view: RankView) -> WhalezError:
     reason = failed.reason if view.name in failed.reason else f"{view.name}: {failed.reason}"
     if failed.kind == "invalid":
         return RequestError(failed.reason, param=failed.param)
-    if failed.kind in ("unavailable", "gone", "cancelled"):
+    if failed.kind in ("unavailable", "cancelled"):
         return Unavailable(reason)
     return WhalezError(reason)
 

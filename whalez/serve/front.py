@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(serve(arguments))
     except WhalezError as error:
-        print(f"front: {error}", file=sys.stderr)
+        print(f"whalez: front: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -14,10 +14,11 @@ from typing import Protocol
 
 from whalez.errors import Unavailable, WhalezError
 from whalez.hub.processes import open_pidfd
-from whalez.hub.requests import PROCESS_ENDED, Response, Status, Submit
+from whalez.hub.requests import Response, Status, Submit
 
 #: Longest unix socket path Linux takes, without the closing zero byte.
 SOCKET_PATH_MAX = 107
+PROCESS_ENDED = "its process has ended"
 
 
 class Link(Protocol):

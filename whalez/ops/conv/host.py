@@ -1,6 +1,6 @@
 """Short convolution on the host. Rows are walked from the last to the first, so that `out` may be `x`.
 
-Hot: yes, bench id `ops_kda`.
+Hot: yes, `python bench/ops_kda.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """KDA on the host: what each step takes and leaves behind. The loops are in host_kernels.py, the maths in README.md.
 
 Row views: an array [T, H, X] below may be a column slice of a wider [T, ...] buffer (any row stride, the rest packed).
-One call is one thread; nothing is allocated but a scratch tile of a few hundred kB. Hot: yes, bench id `ops_kda`.
+One call is one thread; nothing is allocated but a scratch tile of a few hundred kB.
+Hot: yes, `python bench/ops_kda.py`.
 """
 
 from __future__ import annotations

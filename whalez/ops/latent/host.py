@@ -1,6 +1,6 @@
 """The latent ops on the CPU: one pass norm, page-sized copies.
 
-Hot: yes, bench `ops_mla`.
+Hot: yes, `python bench/ops_mla.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """lse_merge on the CPU: one pass over the rows, the smaller exponential only, no division by zero.
 
-Hot: yes, bench `ops_mla`.
+Hot: yes, `python bench/ops_mla.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MLA on the CPU: one GEMM to expand, blocked attention through BLAS, absorbed decode over pages.
 
-Hot: yes, bench `ops_mla`.
+Hot: yes, `python bench/ops_mla.py`.
 """
 
 from __future__ import annotations

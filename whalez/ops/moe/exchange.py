@@ -6,7 +6,7 @@ that chose at least one of the owner's experts. The source finds the same number
 
 Sums have one order: experts ascending inside an owner, owners ascending at the source.
 
-Hot: yes, bench `ops_mla`.
+Hot: yes, `python bench/ops_mla.py`.
 """
 
 from __future__ import annotations

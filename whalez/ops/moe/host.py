@@ -1,6 +1,6 @@
 """Router, SwiGLU and one expert's forward on the CPU.
 
-Hot: yes, bench `ops_mla`.
+Hot: yes, `python bench/ops_mla.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Normalisation on the host: one pass over a row that stays in cache. Hot: yes, bench id `ops_kda`."""
+"""Normalisation on the host: one pass over a row that stays in cache. Hot: yes, `python bench/ops_kda.py`."""
 
 from __future__ import annotations
 
