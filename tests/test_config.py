@@ -44,6 +44,9 @@ GOOD = {"world": 4, "node_ranks": 4}
         ("gather_deadline_s", 0.0),
         ("stall_s", 0.0),
         ("stuck_s", -1.0),
+        ("gather_deadline_s", 1e300),  # whose nanoseconds are no number
+        ("stall_s", float("inf")),
+        ("stuck_s", float("nan")),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(field: str, value: object) -> None:
@@ -60,6 +63,8 @@ def test_a_bad_setting_is_refused_by_name(field: str, value: object) -> None:
         ("grace_s", "grace", -1.0),
         ("grace_s", "grace", 1e300),  # whose nanoseconds are no number
         ("grace_s", "grace", float("nan")),
+        ("start_s", "start-timeout", 0.0),
+        ("start_s", "start-timeout", 1e300),
         ("device", "device", "tpu"),
     ],
 )

@@ -5,7 +5,8 @@
     python tools/kernel_report.py --show NAME        the machine code of one kernel (--arch), --ptx for its PTX
 
 Writing and checking both refuse a kernel that spills registers or keeps an array on the stack, that claims tensor cores
-and has none in its code, or whose largest launch no chip of the image can run. The numbers are a function of the source
+and has none in its code, whose largest launch no chip of the image can run, or whose shared memory may lie where an
+access of 16 bytes loses the context. The numbers are a function of the source
 and of the versions of the compilers: what the table says of an unchanged kernel changes only with those.
 """
 
@@ -19,9 +20,9 @@ import multiprocessing
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "whalez"
@@ -29,6 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from whalez.ops.device import compile as compiler  # noqa: E402
 from whalez.ops.device.kernel import KERNELS, Kernel  # noqa: E402
+
+Found = TypeVar("Found", bound=Any)  # sorts
 
 MARKDOWN, RECORDS = ROOT / "docs" / "kernels.md", ROOT / "docs" / "kernels.json"
 
@@ -108,17 +111,33 @@ def rows_of(name: str) -> list[Row]:
     return rows
 
 
-def measure(jobs: int) -> list[Row]:
-    """Each kernel in a fresh process, but with one job in this one.
+def alignment_faults_of(name: str) -> list[str]:
+    """Shared memory of a kernel that may lie wrong; what a worker does. The same in all images, so of the oldest."""
+    arch = compiler.architectures_of(KERNELS[name])[0]
+    found = compiler.under_aligned(compiler.compile_ptx(KERNELS[name], arch))
+    return [f"{name} has shared memory that is not aligned to 16 bytes: {line.strip()}" for line in found]
+
+
+def each_kernel(work: Callable[[str], list[Found]], jobs: int, names: Iterable[str]) -> list[Found]:
+    """What `work` finds of these kernels, sorted; each in a fresh process, but with one job in this one.
 
     Compilers number their names, and the registers of a kernel may depend on what was compiled before it.
     """
     if jobs == 1:
-        return sorted(row for name in KERNELS for row in rows_of(name))
+        return sorted(each for name in names for each in work(name))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(modules())
     with context.Pool(jobs, initializer=load, maxtasksperchild=1) as pool:
-        return sorted(row for rows in pool.imap_unordered(rows_of, list(KERNELS), chunksize=1) for row in rows)
+        return sorted(each for found in pool.imap_unordered(work, names, chunksize=1) for each in found)
+
+
+def measure(jobs: int) -> list[Row]:
+    return each_kernel(rows_of, jobs, KERNELS)
+
+
+def alignment_faults(rows: list[Row], jobs: int) -> list[str]:
+    """Of all kernels that have shared memory."""
+    return each_kernel(alignment_faults_of, jobs, {row.kernel for row in rows if row.static_bytes or row.dynamic_bytes})
 
 
 def faults(rows: list[Row]) -> Iterator[str]:
@@ -219,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = measure(given.jobs)
     made = {MARKDOWN: markdown(rows), RECORDS: records(rows)}
-    complaints = list(faults(rows))
+    complaints = [*faults(rows), *alignment_faults(rows, given.jobs)]
     if given.check:
         if (was := _toolchain_of(RECORDS)) != (now := compiler.compiler_versions()):
             complaints.append(f"the report was made with {was}, this environment has {now} (constraints.txt)")

@@ -29,6 +29,13 @@ def _require(ok: bool, field: str, expected: str, got: object) -> None:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}")
 
 
+_SECONDS_MAX = 86_400  #: beyond a day is a mistake, beyond 2^63 ns no number
+
+
+def _require_seconds(name: str, value: float) -> None:
+    _require(0 < value <= _SECONDS_MAX, name, f"more than 0 and at most {_SECONDS_MAX} seconds", value)
+
+
 def _require_type(field: str, name: str, value: object) -> None:
     """JSON and Python callers can hand in anything; comparing a text with a number would only say TypeError."""
     if name == "buckets":
@@ -81,7 +88,7 @@ class FleetConfig:
         )
         _require(self.cache_tokens >= 0, "cache_tokens", "0 or more", self.cache_tokens)
         for name in ("gather_deadline_s", "stall_s", "stuck_s"):
-            _require(getattr(self, name) > 0, name, "more than 0 seconds", getattr(self, name))
+            _require_seconds(name, getattr(self, name))
 
     @property
     def cache_pages(self) -> int:
@@ -119,7 +126,8 @@ class RankConfig:
     def __post_init__(self) -> None:
         _require(self.rank >= 0, "rank", "0 or more", self.rank)
         _require(self.threads >= 1, "threads", "at least 1", self.threads)
-        _require(0 <= self.grace_s <= 86_400, "grace", "0 to 86400 seconds", self.grace_s)
+        _require(0 <= self.grace_s <= _SECONDS_MAX, "grace", f"0 to {_SECONDS_MAX} seconds", self.grace_s)
+        _require_seconds("start-timeout", self.start_s)
         if self.device.partition(":")[0] == "cuda":
             raise ConfigError(
                 f"device: expected cpu, got {self.device}: slabs, doorbells and kernels for CUDA are here and "

@@ -449,7 +449,7 @@ class RankProcess:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--rank", type=int, default=None, help="This process's rank; default: from the launcher's environment.")
 @click.option("--world", type=int, default=None, help="Ranks of the fleet; default: from the launcher's environment.")
-@click.option("--hub", default=None, help="Where rank 0 listens: tcp://IP:PORT or ipc:///path.")
+@click.option("--hub", default=None, help="Where rank 0 listens: tcp://HOST:PORT or ipc:///path.")
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), required=True, help="Hugging Face folder.")
 @click.option("--run", "run_dir", type=click.Path(path_type=Path), required=True, help="Folder for sockets and logs.")
 @click.option("--listen", default=None, help="H:P of this rank's HTTP front.")

@@ -18,7 +18,7 @@ from numba.cuda.extending import _Intrinsic
 from helpers import devices
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
 from whalez.ops.device import ptx
-from whalez.ops.device.compile import ARCHITECTURES, assemble, compile_cubin, compile_ptx, disassembly
+from whalez.ops.device.compile import ARCHITECTURES, assemble, compile_cubin, compile_ptx, disassembly, under_aligned
 from whalez.ops.device.kernel import Kernel
 from whalez.ops.device.types import bf16p, f32, f32p, u32, u32p, u64, u64p
 
@@ -167,14 +167,6 @@ def test_wait_looks_by_acquire_and_reports_by_volatile_stores() -> None:
 
 def test_write_is_a_release() -> None:
     assert accesses(compile_ptx(doorbell_write_kernel, "sm_80")) == {"st.release.sys.global.u64"}
-
-
-def under_aligned(text: str) -> list[str]:
-    """Declarations of shared memory that a PTX text accesses 16 bytes at a time, by name or address, and that promise
-    less; dynamic ones always, as tiles lie in them."""
-    declared = re.findall(r"^(.*\.shared .*?\.align (\d+) .*);$", text, re.MULTILINE)
-    is_wide = re.search(r"cp\.async\.\w+\.shared|ldmatrix|(ld|st)\.shared\.v[24]", text)
-    return [line for line, nbytes in declared if int(nbytes) < 16 and (is_wide or ".extern" in line)]
 
 
 def with_shared_memory() -> list[Any]:

@@ -99,6 +99,10 @@ def check_doorbells() -> None:
     assert not report.any()
 
 
+def check_pairs() -> None:
+    of("test_fabric_kernels", "check_pairs")("memop")
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "kda 32": lambda: check_kda(32),
     "kda 128": lambda: check_kda(128),
@@ -109,6 +113,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "norm": check_norm,
     "mla": check_mla,
     "doorbells": check_doorbells,
+    "doorbells of a world": check_pairs,
 }
 
 
@@ -131,6 +136,25 @@ def test_an_op_launches_prepacked_kernels_and_does_nothing_else(fake: devices.Fa
     assert len(fake.queueing) >= 2
     assert set(fake.queueing) <= devices.SUPERSTEP
     assert fake.queueing.count("cuLaunchKernel") >= 2
+
+
+def test_a_copy_between_two_places_of_the_host_is_seen_to_wait(
+    fake: devices.FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a wait for another stream it would keep the host from handing that one anything."""
+    monkeypatch.setattr("whalez.testing.fake_driver.FOREVER_S", 0.05)
+    with devices.used(fake):
+        word, places = devices.zeros(1, np.uint64), devices.zeros(2, np.uint64)
+        stream, at = devices.Stream(), places.ctypes.data
+        stream.copy(at, at + 8, 8)
+        devices.run_queues([stream])
+        stream.wait_value((devices.at(word), 1))
+        stream.copy(at, at + 8, 8)
+        with pytest.raises(AssertionError, match="cuMemcpyAsync between two places of the host would wait for ever"):
+            devices.run_queues([stream])
+        word[0] = 1
+        fake.device.upload(devices.at(word), word.tobytes())
+        fake.reset()
 
 
 def test_no_kernel_is_left_out(fake: devices.FakeGpu) -> None:
@@ -184,6 +208,20 @@ def test_an_array_lies_in_device_memory_between_two_copies(fake: devices.FakeGpu
         with pytest.raises(LookupError, match="no array of this device"):
             devices.at(np.zeros(3))
         assert beside[0] == 0
+        fake.reset()
+
+
+def test_streams_that_take_no_more_do_not_keep_others_from_what_they_wait_for(fake: devices.FakeGpu) -> None:
+    with devices.used(fake):
+        words = devices.zeros(3, np.uint64)
+        streams, place = [devices.Stream(rank) for rank in range(2)], devices.at(words)
+        streams[0].wait_value((place, 1))
+        for stream in streams:
+            for _ in range(2000):
+                stream.zero(place + 16, 8)
+        streams[1].write_value(place, 1)
+        devices.run_queues(streams)
+        assert words.tolist() == [1, 0, 0]
         fake.reset()
 
 

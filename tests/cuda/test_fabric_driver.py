@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from whalez.errors import CapabilityMissing, FabricError
-from whalez.fabric.cuda.driver import ADVICE, CALLS, Device, Driver, DriverError, Teardown, run_all
+from whalez.fabric.cuda.driver import ADVICE, CALLS, STICKY, Device, Driver, DriverError, Teardown, run_all
 from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, fake_processes, real
 
 
@@ -105,6 +105,18 @@ def test_advice_is_of_codes_and_calls_that_exist() -> None:
     for call, code in ADVICE:
         assert call == "*" or call in CALLS
         real.CUresult(code)
+
+
+def test_codes_that_end_the_process_are_those_that_the_driver_says_so_of() -> None:
+    """A code that is missing is taken for a call that failed, and the work goes on in a process that is lost."""
+    said = {int(code): " ".join((code.__doc__ or "").split()) for code in real.CUresult}
+    final = {code for code, words in said.items() if "the process must be terminated and relaunched" in words}
+    if not final:
+        pytest.skip("these bindings do not document their codes")
+    assert 226 in final
+    # Said otherwise, or not: uncorrectable errors of memory and of a link, a context that was destroyed, an assertion.
+    assert final | {214, 220, 709, 710} == STICKY
+    assert all(DriverError("cuStreamQuery", code, "").advice for code in STICKY)
 
 
 def test_advice_of_the_call_goes_before_that_of_the_code() -> None:

@@ -124,9 +124,36 @@ def test_a_good_machine_can_do_everything_and_the_fabric_is_chosen() -> None:
 def test_memory_operations_are_tried_on_own_and_on_imported_memory() -> None:
     """Refused on imported memory, as reported; the kernel's store through the same mapping works."""
     memops = run([FakeMachine()] * 2)[0][0].memops
-    refused = "cuStreamWriteValue64 -> 1 CUDA_ERROR_INVALID_VALUE", "cuStreamBatchMemOp -> 1 CUDA_ERROR_INVALID_VALUE"
-    assert memops == Memops(write_imported=refused[0], wait_imported=refused[1])
+    assert memops == Memops(
+        write_imported="fabric, peer 1: cuStreamWriteValue64 -> 1 CUDA_ERROR_INVALID_VALUE",
+        wait_imported="fabric, peer 1: cuStreamBatchMemOp -> 1 CUDA_ERROR_INVALID_VALUE",
+    )
     assert run([FakeMachine()] * 2, imported_memops=True)[0][0].memops == Memops()
+
+
+# Each provider writes to the own slab, to that of peer 1 and to that of peer 2; and waits, likewise.
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [
+        (1, "imported: fabric, peer 1"),
+        (2, "imported: fabric, peer 2"),
+        (3, "local: posix_fd"),
+        (4, "imported: posix_fd, peer 1"),
+        (8, "imported: cuda_ipc, peer 2"),
+    ],
+)
+@pytest.mark.parametrize("call", ["cuStreamWriteValue64", "cuStreamBatchMemOp"])
+def test_one_refusal_is_said_whoever_is_asked_later(at: int, where: str, call: str) -> None:
+    count = itertools.count()
+    told = run(
+        [FakeMachine()] * 3,
+        imported_memops=True,
+        refuse=[lambda name, _: 1 * (name == call and next(count) == at), None, None],
+    )
+    field, place = where.split(": ")
+    name = f"{'write' if call == 'cuStreamWriteValue64' else 'wait'}_{field}"
+    assert told[1][0].memops == Memops(**{name: f"{place}: {call} -> 1 CUDA_ERROR_INVALID_VALUE"})
+    assert told[1][0].wait_by == ("memop" if field == "imported" else "spin")
 
 
 def test_a_slow_rank_can_still_open_what_a_fast_one_has_made() -> None:
@@ -145,8 +172,23 @@ def test_without_memory_operations_ranks_wait_by_kernel() -> None:
     told = run([FakeMachine()] * 2, memops=[True, False])
     assert [ballot.wait_by for ballot in told[0]] == ["memop", "spin"]
     assert told[0][1].memops is not None
-    assert told[0][1].memops.wait_local == "cuStreamBatchMemOp -> 801 CUDA_ERROR_NOT_SUPPORTED"
+    assert told[0][1].memops.wait_local == "fabric: cuStreamBatchMemOp -> 801 CUDA_ERROR_NOT_SUPPORTED"
     assert choose(told[0]).provider == "fabric"
+
+
+def test_a_device_that_takes_waits_and_refuses_writes_is_released_all_the_same() -> None:
+    """Rank 1 cannot ring rank 0 but by the last provider, so rank 0's waits for it must be ended."""
+
+    def no_writes(name: str, arguments: tuple[Any, ...]) -> int:
+        return 801 * (name == "cuStreamWriteValue64")
+
+    def no_imports(name: str, arguments: tuple[Any, ...]) -> int:
+        return name == "cuMemImportFromShareableHandle"
+
+    ballots = run([FakeMachine()] * 2, refuse=[no_writes, no_imports], arrival_s=0.5)[0]
+    assert choose(ballots).provider == "cuda_ipc"
+    assert ballots[0].probes == tuple(Probe(provider=name) for name in EVERY)
+    assert [ballot.wait_by for ballot in ballots] == ["spin", "memop"]
 
 
 def test_without_imex_it_says_so_and_takes_descriptors() -> None:
@@ -504,7 +546,8 @@ def test_the_vote_travels_over_the_hub(kind: str, tmp_path: Path, caplog: pytest
         assert isinstance(each, Agreement)
         assert each.choice.provider == "posix_fd"
         assert words in str(each) and "800 CUDA_ERROR_NOT_PERMITTED" in str(each)
-        assert "waits by memop; wait imported: cuStreamBatchMemOp -> 1 CUDA_ERROR_INVALID_VALUE" in str(each)
+        imported = f"{'posix_fd' if rank == 2 else 'fabric'}, peer {0 if rank else 1}"
+        assert f"waits by memop; wait imported: {imported}: cuStreamBatchMemOp -> 1 CUDA_ERROR_INVALID" in str(each)
         assert f"rank {rank} on Fake H200, driver 13000: slabs: posix_fd; {words}" in caplog.text
 
 

@@ -18,11 +18,12 @@ from numba.cuda import types
 from helpers.cuda_world import fake_kernels, image
 from helpers.devices import SUPERSTEP
 from whalez.errors import CapabilityMissing, FabricError
+from whalez.fabric.cuda.depth import ENTRIES_MAX
 from whalez.fabric.cuda.driver import Device, Driver, DriverError
 from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_write_kernel
 from whalez.fabric.cuda.stream import BATCH_MAX, CudaStream, KernelSet, codes_of
 from whalez.ops.device.kernel import Kernel
-from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, fake_processes, read_word
+from whalez.testing.fake_driver import FakeDriver, FakeGpu, FakeMachine, fake_processes, read_word, write_word
 
 ODD = Kernel(
     "odd_kernel",
@@ -94,11 +95,96 @@ def test_a_superstep_neither_compiles_nor_allocates_nor_synchronises(bench: Benc
         stream.wait_value((memory + 4096, layer + 1))
         stream.write_value(memory + 4224, layer)
     names = bench.fake.names(begun)
-    assert len(names) == 600  # each entry binds the context and is one more call
+    assert len(names) == 602  # each entry binds the context and is one more call, and behind 256 of them is a mark
     assert set(names[::2]) == {"cuCtxSetCurrent"}
-    assert set(names[1::2]) == SUPERSTEP - {"cuCtxSetCurrent"}
+    assert set(names[1::2]) == SUPERSTEP - {"cuCtxSetCurrent", "cuEventQuery"}
+    assert names.count("cuEventRecord") == 1
     assert stream.is_done()
     assert read_word(memory + 4096) == 50
+
+
+ENTRY: dict[str, Callable[[Bench], object]] = {
+    "launch": lambda bench: bench.stream.launch(ODD, 1, 1, 0, 1, 0, -1.0, 0, 0, 0.0, 0),
+    "wait": lambda bench: bench.stream.wait_value((bench.memory, 0)),
+    "waits": lambda bench: bench.stream.wait_value(*[(bench.memory + 8 * i, 0) for i in range(100)]),
+    "largest batch": lambda bench: bench.stream.wait_value(*[(bench.memory + 8 * i, 0) for i in range(BATCH_MAX)]),
+    "write": lambda bench: bench.stream.write_value(bench.memory + 8, 1),
+    "copy": lambda bench: bench.stream.copy(bench.memory + 16, bench.memory + 8, 8),
+    "zero": lambda bench: bench.stream.zero(bench.memory + 24, 8),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRY)
+def test_a_blocked_stream_is_never_given_so_much_that_the_host_waits(bench: Bench, entry: str) -> None:
+    """The fake asserts that no call would block; and all that may stand there does, or the device would idle."""
+    stood: list[int] = []
+
+    def look(has_room: Callable[[], bool]) -> None:
+        assert not has_room()
+        stood.append(len(bench.fake._streams[bench.stream.handle].queue))
+        write_word(bench.memory, 1 + len(stood))
+        assert has_room()
+
+    bench.stream.depth.when_full = look
+    for beat in range(3):
+        bench.stream.wait_value((bench.memory, 2 + beat))
+        for _ in range(1500):
+            ENTRY[entry](bench)
+            if len(stood) > beat:
+                break
+    assert bench.stream.is_done()
+    assert len(stood) == 3
+    assert all(ENTRIES_MAX // 2 <= count <= ENTRIES_MAX for count in stood), stood
+
+
+def test_a_stream_that_runs_is_not_waited_for(bench: Bench) -> None:
+    def full(has_room: Callable[[], bool]) -> None:
+        raise AssertionError("all of it has run")
+
+    bench.stream.depth.when_full = full
+    zero_often(bench)
+
+
+def zero_often(bench: Bench) -> None:
+    for _ in range(5000):
+        bench.stream.zero(bench.memory + 8, 8)
+
+
+def test_a_full_queue_that_nobody_watches_is_an_error_in_the_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whalez.fabric.cuda.depth.FULL_S", 0.05)
+    bench.stream.wait_value((bench.memory, 1))
+    with pytest.raises(FabricError, match=r"the queue of a stream is full, and for 0\.05 s nothing"):
+        zero_often(bench)
+    write_word(bench.memory, 1)
+    bench.stream.zero(bench.memory + 8, 8)  # and goes on when it runs
+    assert bench.stream.is_done()
+
+
+def test_what_waits_for_room_may_make_another_context_current() -> None:
+    with ExitStack() as stack:
+        bench = Bench(stack, [ODD], machine=FakeMachine(gpus=[FakeGpu(), FakeGpu()]))
+        foreign = stack.enter_context(Device(Driver(bench.fake), 1))
+
+        def look(has_room: Callable[[], bool]) -> None:
+            write_word(bench.memory, 1)
+            assert has_room()
+            foreign.bind()
+
+        bench.stream.depth.when_full = look
+        bench.stream.wait_value((bench.memory, 1))
+        while read_word(bench.memory) == 0:
+            bench.stream.zero(bench.memory + 8, 8)
+        assert bench.stream.is_done()
+
+
+def test_a_kernel_that_failed_is_found_where_there_is_no_room(bench: Bench) -> None:
+    bench.stream.wait_value((bench.memory, 1))
+    bench.fake.refuse = lambda name, _: 719 * (name == "cuEventQuery")
+    with pytest.raises(DriverError, match="cuEventQuery -> 719"):
+        zero_often(bench)
+    bench.fake.refuse = None
+    write_word(bench.memory, 1)
+    assert bench.stream.is_done()
 
 
 def test_all_waits_of_a_beat_are_one_batch(bench: Bench) -> None:
@@ -140,6 +226,32 @@ def test_2_63_minus_1_releases_a_wait_and_2_64_minus_1_does_not(bench: Bench, va
         assert bench.stream.is_done() is is_released
         other.write_value(bench.memory, 2**63 - 1)
         assert bench.stream.is_done()
+
+
+def test_the_first_launch_of_a_kernel_does_not_wait_for_a_blocked_stream(bench: Bench) -> None:
+    """It would if the kernel were loaded by it: cuKernelGetFunction gives a handle and loads nothing."""
+    with CudaStream(bench.device, bench.kernels) as other:
+        bench.stream.wait_value((bench.memory, 7))
+        other.launch(doorbell_write_kernel, 1, 1, 0, bench.memory, 7)
+        assert bench.stream.is_done()
+
+
+def test_a_late_loading_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.fake._loaded.clear()
+    monkeypatch.setattr("whalez.testing.fake_driver.FOREVER_S", 0.05)
+    bench.stream.wait_value((bench.memory, 7))
+    with (
+        CudaStream(bench.device, bench.kernels) as other,
+        pytest.raises(
+            AssertionError, match=r"cuLaunchKernel of a function that is not loaded would wait for ever.*wait"
+        ),
+    ):
+        other.launch(doorbell_write_kernel, 1, 1, 0, bench.memory, 7)
+    write_word(bench.memory, 7)
+    assert bench.stream.is_done()
+    bench.stream.launch(doorbell_write_kernel, 1, 1, 0, bench.memory, 8)  # nothing is blocked: it is loaded now
+    assert bench.stream.is_done()
+    assert read_word(bench.memory) == 8
 
 
 def test_without_memory_operations_a_store_is_a_kernel_and_a_wait_is_refused() -> None:
@@ -226,7 +338,7 @@ def test_an_error_at_any_call_of_loading_is_named_and_leaves_nothing() -> None:
         with KernelSet(device, [ODD, doorbell_write_kernel], image) as kernels, CudaStream(device, kernels):
             pass
         names = fake.names(begun)
-        assert names.count("cuKernelGetFunction") == 2  # not at the first launch, when another stream may be blocked
+        assert names.count("cuFuncLoad") == 2
         for at, call in enumerate(names):
             fake.fail_at = len(fake.calls) + at
             with pytest.raises(DriverError) as caught:
@@ -259,6 +371,38 @@ def test_a_kernel_that_takes_more_shared_memory_than_there_is() -> None:
         KernelSet(device, [Kernel("fits_kernel", print, (), shared_bytes=232_448)], image).close()
         assert fake.names().count("cuKernelSetAttribute") == 1
         assert fake.leaks() == {"contexts": 1}
+
+
+def test_a_launch_takes_the_shared_memory_that_its_kernel_declares_and_no_more() -> None:
+    """What is beyond 48 KiB the driver is told of when the kernel is loaded, or it refuses every launch."""
+    with ExitStack() as stack:
+        big = Kernel("big_kernel", print, (), shared_bytes=90_112)
+        bench = Bench(stack, [big, Kernel("plain_kernel", print, ())])
+        for kernel, most in ((big, 90_112), (Kernel("plain_kernel", print, ()), 48 * 1024)):
+            bench.stream.launch(kernel, 1, 1, most)
+            with pytest.raises(DriverError, match="cuLaunchKernel -> 1 "):
+                bench.stream.launch(kernel, 1, 1, most + 1)
+        assert bench.stream.is_done()
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"),
+    [
+        ((1, 65_536, 1), 1),
+        ((1, 1, 65_536), 1),
+        (2**31, 1),
+        (0, 1),
+        ((1, 0, 1), 1),
+        (1, 1025),
+        (1, (32, 32, 2)),
+        (1, (1, 1, 65)),
+        (1, 0),
+    ],
+)
+def test_a_launch_that_no_device_takes_is_refused_by_the_fake(bench: Bench, grid: Any, block: Any) -> None:
+    with pytest.raises(DriverError, match="cuLaunchKernel -> 1 "):
+        bench.stream.launch(doorbell_write_kernel, grid, block, 0, bench.memory, 1)
+    bench.stream.launch(doorbell_write_kernel, (3, 65_535, 65_535), (16, 1, 64), 0, bench.memory, 1)
 
 
 @pytest.mark.parametrize(("capability", "begins"), [((9, 0), b"\x7fELF"), ((12, 0), b"//")])

@@ -37,6 +37,13 @@ def small_body(g_x: Any, n: Any) -> None:
     g_x[n] = 1.0
 
 
+def loose_body(g_x: Any, n: Any) -> None:
+    s_tile = cuda.shared.array(0, f32)  # aligned as its element is
+    s_tile[n] = g_x[n]
+    cuda.syncthreads()
+    g_x[n] = s_tile[0]
+
+
 def crowded_body(g_x: Any, n: Any) -> None:
     base = cuda.threadIdx.x * 96
     t = cuda.local.array(96, f32)
@@ -64,6 +71,7 @@ def bench(report: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(report, "KERNELS", kernels)
     monkeypatch.setattr(report, "load", lambda: kernels)
     monkeypatch.setattr(report, "measure", lambda jobs: rows)
+    monkeypatch.setattr(report, "alignment_faults", lambda rows, jobs: [])
     monkeypatch.setattr(report, "MARKDOWN", tmp_path / "kernels.md")
     monkeypatch.setattr(report, "RECORDS", tmp_path / "kernels.json")
     report.rows = rows
@@ -141,6 +149,7 @@ def test_compiled_kernels_are_refused(report: Any, monkeypatch: Any, tmp_path: P
         "crowded": Kernel("crowded", crowded_body, (f32p, i64), (1024, 1, 1), arch="sm_100"),
         "boaster": Kernel("boaster", small_body, (f32p, i64), (32, 1, 1), tensor_cores=True, arch="sm_100"),
         "greedy": Kernel("greedy", small_body, (f32p, i64), (32, 1, 1), arch="sm_100", shared_bytes=232_449),
+        "loose": Kernel("loose", loose_body, (f32p, i64), (32, 1, 1), arch="sm_100", shared_bytes=4096),
     }
     monkeypatch.setattr(report, "KERNELS", kernels)
     monkeypatch.setattr(report, "load", lambda: kernels)
@@ -153,9 +162,10 @@ def test_compiled_kernels_are_refused(report: Any, monkeypatch: Any, tmp_path: P
         "crowded on sm_100 has a stack frame",
         "boaster on sm_100 claims tensor cores",
         "greedy on sm_100 cannot be launched",
+        "loose has shared memory that is not aligned to 16 bytes: .extern .shared .align 4 ",
     ):
         assert told.count(said) == 1, told
-    assert told.count("kernel report:") == 4
+    assert told.count("kernel report:") == 5
     assert report.main(["--show", "boaster", "--arch", "sm_100"]) == 0
     assert re.search(r"STG\.E", capsys.readouterr().out)
     assert report.main(["--show", "boaster", "--ptx"]) == 0

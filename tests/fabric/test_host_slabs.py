@@ -108,6 +108,25 @@ def test_a_name_is_never_taken_over(make: Make) -> None:
         make(0).create()
 
 
+def test_a_signal_that_strikes_as_the_name_is_made_leaves_none(
+    make: Make, fleet_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's handler unlinks and exits; Python runs it between any two steps of `create`."""
+    provider = make(0)
+    really_open = os.open
+
+    def opens_and_is_struck(path: str, *rest: int) -> int:
+        fd = really_open(path, *rest)
+        provider.unlink()
+        os.close(fd)
+        raise SystemExit
+
+    monkeypatch.setattr("whalez.fabric.host.os.open", opens_and_is_struck)
+    with pytest.raises(SystemExit):
+        provider.create()
+    assert names(fleet_id) == []
+
+
 def test_full_tmpfs_says_both_numbers_and_what_to_do(make: Make, fleet_id: str) -> None:
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -181,7 +181,7 @@ class Member:
             wait_by=wait_by,  # type: ignore[arg-type]
             budget_ns=budget_ns,
         )
-        self.watchdog = Watchdog(self.device, loaded, self.bells, self.stream)
+        self.watchdog = Watchdog(self.device, loaded, self.bells, self.stream, stuck_s=20.0, slice_s=0.02)
         self.stack.callback(self.watchdog.close)
 
     def publish(self, value: int) -> None:
@@ -194,7 +194,8 @@ class Member:
         self.bells.wait(BELL_DATA, Peers.of([1 - self.rank]), value, layer=2)
 
     def join(self, stuck_s: float = 20.0) -> None:
-        self.watchdog.join(stuck_s=stuck_s, slice_s=0.02)
+        self.watchdog.stuck_s = stuck_s
+        self.watchdog.join()
 
     def consume(self) -> bytes:
         """The peer's halo, copied by the stream behind what was waited for."""

@@ -37,6 +37,7 @@ from whalez.testing.fake_driver import FakeDriver, fake_processes
 from whalez.testing.simt.memory import POISON
 
 GUARD_BYTES = 4096
+BUDGET_FACTOR = 10**5  # 10 us of the harness, where nothing but the kernels takes time, are a second
 DRAIN_S = 240.0  # the largest launch of a test takes most of a minute
 #: Every driver call that a superstep may make: none of them allocates, frees, compiles, loads or waits.
 SUPERSTEP = {
@@ -46,6 +47,8 @@ SUPERSTEP = {
     "cuStreamWriteValue64",
     "cuMemcpyAsync",
     "cuMemsetD8Async",
+    "cuEventRecord",
+    "cuEventQuery",
 }
 _PORTABLE_MAPPED = 3
 _ATTACH_GLOBAL = 1
@@ -68,6 +71,9 @@ class Harness:
 
     def at(self, array: np.ndarray) -> int:
         return int(array.ctypes.data)
+
+    def budget_ns(self, simulated: int) -> int:
+        return simulated
 
     def stand_in(self, stream: Any, what: str, function: Callable[[], None], **arrays: Any) -> None:
         stream.stand_in(what, function)
@@ -192,6 +198,9 @@ class Gpu:
             owner.device = self.device.driver.cuMemAlloc(owner.size)
         return int(owner.device) + address - owner.host
 
+    def budget_ns(self, simulated: int) -> int:
+        return simulated * BUDGET_FACTOR
+
     def _to_device(self, address: int, nbytes: int) -> None:
         owner = self._owner(address)
         if owner is not None and owner.device is not None:
@@ -250,9 +259,9 @@ class Gpu:
         self.check_guards()
 
     def _hand_over(self, stream: CudaStream, queued: QueuedStream) -> None:
-        """All up to a stand-in whose turn has not come: what lies before it has to be done, and it must not keep other
-        streams from being handed what this one may wait for."""
-        while queued.queue:
+        """All up to a stand-in whose turn has not come, for what lies before it has to be done; and no more than the
+        stream takes. Neither may keep other streams from being handed what this one waits for."""
+        while queued.queue and stream.depth.has_room():
             method, arguments = queued.queue[0]
             if method != "stand_in":
                 self._put(stream, method, arguments)
@@ -341,6 +350,11 @@ def empty(shape: Any, dtype: Any = np.float32, align: int = 1) -> np.ndarray:
 def at(array: np.ndarray) -> int:
     """Where an array from here, or a part of it, is for the device: what kernels, copies and tables take."""
     return _current.at(array)
+
+
+def budget_ns(simulated: int) -> int:
+    """What a bounded wait is given that has `simulated` ns in the harness: on a device its peers are still queueing."""
+    return _current.budget_ns(simulated)
 
 
 def array(values: Any, dtype: Any = None, align: int = 1) -> np.ndarray:

@@ -15,6 +15,7 @@ from hub_helpers import TIMEOUT_S, PassOn, collect, hello, wait_until_failed
 from helpers.proxy import FrameProxy
 from whalez.errors import HubError, PeerDied, WhalezError
 from whalez.hub import wire
+from whalez.hub.sockets import SocketOptions
 from whalez.hub.zmq_hub import ZmqHub
 from whalez.rendezvous.messages import Ready
 
@@ -37,14 +38,15 @@ class Frames:
 
 @pytest.fixture
 def two(request, tmp_path):
-    """Two hubs, rank 1 through a proxy: (hubs, frames)."""
-    frames = Frames(*request.param)
+    """Two hubs, rank 1 through a proxy: (hubs, frames). A third parameter is its wait before it connects again, ms."""
+    frames = Frames(*request.param[:2])
+    options = SocketOptions(reconnect_ms=request.param[2]) if request.param[2:] else None
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     proxy = FrameProxy(port, frames.decide)
     hubs = [
         ZmqHub(0, 2, f"tcp://127.0.0.1:{port}", sequencer=PassOn(2)),
-        ZmqHub(1, 2, f"tcp://127.0.0.1:{proxy.port}"),
+        ZmqHub(1, 2, f"tcp://127.0.0.1:{proxy.port}", options=options),
     ]
 
     def start(rank):
@@ -101,7 +103,12 @@ def test_a_beat_lost_or_repeated_harms_nobody(two, action):
     assert [hub.failure for hub in hubs] == [None, None]
 
 
-@pytest.mark.parametrize("two", [(Ready, True), (Ready, False)], indirect=True, ids=["to hub", "from hub"])
+@pytest.mark.parametrize(
+    "two",
+    [(Ready, True), (Ready, False), (Ready, True, 400)],
+    indirect=True,
+    ids=["to hub", "from hub", "slow to come back"],
+)
 @pytest.mark.parametrize("after_beat_s", [0.0, 0.15])  # of a rank's beats, two a second
 def test_a_cut_connection_is_told_to_the_rank_that_lost_it(two, after_beat_s):
     """While others go on sending to it, which is how the hub may notice first that nobody is there."""

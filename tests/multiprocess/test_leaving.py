@@ -91,7 +91,8 @@ def test_under_a_supervisor_one_rank_drains_and_a_stop_while_another_does_is_ord
 ) -> None:
     """No `--grace` is given: SIGTERM has the default one, the supervisor's stop none. All this as under nohup."""
     request.addfinalizer(functools.partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)))
-    monkeypatch.setattr("whalez.fleet.LEAVE_S", 8.0)  # on a busy machine too, who is killed here is one who hangs
+    for name in ("LEAVE_S", "OWN_LEAVE_S"):
+        monkeypatch.setattr(f"whalez.fleet.{name}", 8.0)  # on a busy machine too, who is killed here is one who hangs
     with Fleet(tiny, 3, run_dir=tmp_path / "run", **SETTINGS) as fleet:  # type: ignore[arg-type]
         pids = fleet.pids()
 

@@ -37,7 +37,7 @@ import sys
 sys.path.insert(0, {here!r})
 import fake_fleet, whalez.fleet
 whalez.fleet.rank_command = fake_fleet.fake_command
-whalez.fleet.LEAVE_S = {leave_s}
+whalez.fleet.LEAVE_S = whalez.fleet.OWN_LEAVE_S = {leave_s}
 whalez.fleet.Fleet._prepare = lambda self: None
 from whalez.cli import main
 main()

@@ -61,7 +61,8 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
     What a rank has to leave is cut here; test_cli shows that the real bound is kept.
     """
-    monkeypatch.setattr("whalez.fleet.LEAVE_S", 0.3)
+    for name in ("LEAVE_S", "OWN_LEAVE_S"):
+        monkeypatch.setattr(f"whalez.fleet.{name}", 0.3)
     fleets: list[Fleet] = []
 
     def begin(world: int = 2, behave: dict[int, str] | None = None, **options: Any) -> Fleet:

@@ -8,12 +8,11 @@ Rule 2: a wish that changes something goes into the loop's inbox, or to the sequ
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from whalez.clock import now_ns
+from whalez.clock import now_on_both
 from whalez.engine.health import Health
 from whalez.engine.loop import Loop
 from whalez.fabric.doorbell import BELL_KINDS, place_of
@@ -112,11 +111,12 @@ class Answers:
                 waiting=len(state.waiting),
                 left=tuple(sorted(state.left)),
             )
+        at_ns, wall_s = now_on_both()
         return admin.Whales(
             query_id=query_id,
             rank=self._facts.rank,
-            at_ns=now_ns(),
-            wall_s=time.time(),
+            at_ns=at_ns,
+            wall_s=wall_s,
             seen=() if loop is None else loop.whales.lives,
             sequenced=() if watched is None else watched.whales.lives,
             sequencer=line,

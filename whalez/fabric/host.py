@@ -109,11 +109,12 @@ class HostSlabs:
         """Make, allocate and map this rank's slab; its header is written. Raises FabricError, leaving no name."""
         assert self.rank not in self._slabs, "created twice"
         path = self._directory + self.name
+        self._is_linked = True  # before it is: the handler of a signal that strikes in between has to unlink it
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
+            self._is_linked = False
             raise FabricError(f"slab of rank {self.rank}: cannot create {path}: {error.strerror}") from error
-        self._is_linked = True
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the mapping, which keeps a duplicate of fd
             self._allocate(fd, path)

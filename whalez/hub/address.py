@@ -17,7 +17,7 @@ from whalez.errors import HubError
 IPC_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path less its final zero
 _RESOLVE_S = 0.5
 _KEYS_HINT = "give --keys DIR (`whalez keys DIR` makes them) or, on a network you trust, --insecure"
-_FORMS = "tcp://IP:PORT, tcp://[IPV6]:PORT or ipc:///path"
+_FORMS = "tcp://HOST:PORT, tcp://[IPV6]:PORT or ipc:///path"
 
 
 def bind_address(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> str:

@@ -24,6 +24,8 @@ OVERSLEPT_NS = 1_000_000_000
 
 #: A vanished process may have said Bye a moment before, by way of rank 0; the word may arrive after the news.
 BYE_GRACE_NS = 200_000_000
+#: Who is no longer connected has this long to come back and be told that its connection was cut, which is not a death.
+CUT_GRACE_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

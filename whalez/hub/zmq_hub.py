@@ -74,7 +74,7 @@ class ZmqHub:
         """No socket is opened before `start`.
 
         Args:
-            address:    where rank 0 listens: tcp://IP:PORT or ipc:///path (one machine only)
+            address:    where rank 0 listens: tcp://HOST:PORT or ipc:///path (one machine only)
             policy:     needed on rank 0 unless `sequencer` is given: what its Sequencer plans with
             node_ranks: ranks per machine; below `world` means that peers are elsewhere. None = all are here
             sequencer:  rank 0 only, instead of the one made from `policy`

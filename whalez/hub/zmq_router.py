@@ -20,7 +20,7 @@ from whalez.errors import HubError, WireError
 from whalez.hub import sockets, wire
 from whalez.hub.conductor import Conductor, Out
 from whalez.hub.connections import listen
-from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, SILENCE_LIMIT_NS, HubLimits
+from whalez.hub.interface import BEAT_NS, BYE_GRACE_NS, CUT_GRACE_NS, SILENCE_LIMIT_NS, HubLimits
 from whalez.hub.keys import Keys
 from whalez.hub.liveness import Liveness
 from whalez.hub.processes import PeerWatch, Wake
@@ -353,7 +353,7 @@ class RouterThread:
             except zmq.Again:
                 pass
             except zmq.ZMQError:
-                self._suspects.setdefault(incarnation, now_ns() + BYE_GRACE_NS)
+                self._suspects.setdefault(incarnation, now_ns() + CUT_GRACE_NS)
 
     # ---- sending -----------------------------------------------------------------------------------------------
     def _perform(self, outs: list[Out]) -> None:
@@ -397,8 +397,9 @@ class RouterThread:
                     peer.queue.clear()
                     peer.queued_bytes = 0
                     self._unanswered.discard(incarnation)
-                    # Nobody is there to hear it. Whether that is a death its last words may tell, unread as yet.
-                    self._suspects.setdefault(incarnation, now_ns() + BYE_GRACE_NS)
+                    # Nobody is there to hear it. Whether that is a death its last words may tell, unread as yet, or its
+                    # next connection.
+                    self._suspects.setdefault(incarnation, now_ns() + CUT_GRACE_NS)
                     break
                 peer.queued_bytes -= len(peer.queue.popleft())
         for incarnation, how in lost:

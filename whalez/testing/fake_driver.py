@@ -5,10 +5,10 @@ structs and enums it hands on. One FakeDriver is one process's view; processes o
 machines with the same `domain` share fabric handles. Handles also work between real processes, through /proc.
 
 What it models: address ranges, mappings and access rights per device (real ones, a wrong touch is SIGSEGV), contexts
-per thread, streams that block in waits and queue what comes after, channels that streams share, a default stream whose
-work has not run when the call returns, memory operations that refuse imported memory, a hoarding memory pool, IMEX,
-legacy handles. What it does not: time, caches, memory order, kernels other than those it is given. It asserts the
-arguments that whalez has no choice in.
+per thread, streams that block in waits and queue what comes after, until a call would block the host, events, channels
+that streams share, a default stream whose work has not run when the call returns, kernels that are loaded late, memory
+operations that refuse imported memory, a hoarding memory pool, IMEX, legacy handles. What it does not: time, caches,
+memory order, kernels other than those it is given. It asserts the arguments that whalez has no choice in.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import math
 import mmap
 import os
 import secrets
@@ -33,6 +34,13 @@ real: Any = importlib.import_module("cuda.bindings.driver")  # structs and enums
 
 GRANULARITY: Final = 2 * 2**20  #: recommended
 GRANULARITY_MIN: Final = 64 * 2**10
+FOREVER_S: Final = 5.0  #: a call that waits for the device has waited too long for a blocked stream
+SHARED_BYTES_MAX: Final = 232_448  #: of a block that was told so, dynamic; of an H200
+SHARED_BYTES_DEFAULT: Final = 48 * 2**10  #: of one that was not
+GRID_MAX: Final = (2**31 - 1, 65_535, 65_535)
+BLOCK_MAX: Final = (1024, 1024, 64)
+THREADS_MAX: Final = 1024  #: of a block
+QUEUE_MAX: Final = 1000  #: entries that a stream takes before its calls block the host
 _MACHINE_LOCK = threading.RLock()  # one for all: tests run several "processes" in threads
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,6 +80,7 @@ SYNCHRONISING: Final = {
     "cuLibraryLoadData",
     "cuLibraryUnload",
     "cuKernelGetFunction",
+    "cuFuncLoad",
     "cuCtxSynchronize",
     "cuStreamSynchronize",
 }
@@ -229,9 +238,12 @@ class FakeDriver:
         self._host: dict[int, tuple[Any, int]] = {}
         self._contexts: dict[int, int] = {}  # device -> references
         self._streams: dict[int, _Stream] = {}
+        self._events: dict[int, int] = {}  # -> entries it was recorded in that have not run
         self._serial = 0
         self._libraries: dict[int, bytes] = {}
         self._kernels: dict[int, bytes] = {}
+        self._shared_bytes: dict[tuple[int, int], int] = {}  # kernel, device -> dynamic bytes that a launch may ask for
+        self._loaded: set[int] = set()  # functions; one that is not is loaded by its first launch, which synchronises
         self._default: deque[Callable[[], Any]] = deque()  # what the default stream has not run yet
         self._priced: set[tuple[Any, ...]] = set()  # properties whose granularity was asked for
         self._current = threading.local()
@@ -286,6 +298,7 @@ class FakeDriver:
             "host allocations": len(self._host),
             "contexts": sum(self._contexts.values()),
             "streams": len(self._streams),
+            "events": len(self._events),
             "libraries": len(self._libraries),
         }
         return {kind: count for kind, count in held.items() if count}
@@ -312,7 +325,15 @@ class FakeDriver:
                 memory.drop()
             for each in (self._handles, self._reserved, self._mapped, self._allocations, self._opened, self._host):
                 each.clear()
-            for more in (self._contexts, self._streams, self._libraries, self._kernels, self._default):
+            for more in (
+                self._contexts,
+                self._streams,
+                self._events,
+                self._libraries,
+                self._kernels,
+                self._loaded,
+                self._default,
+            ):
                 more.clear()
 
     def _new(self) -> int:
@@ -381,6 +402,10 @@ class FakeDriver:
     def _enqueue(self, stream: Any, label: str, work: Callable[[], Any]) -> None:
         if int(stream) not in self._streams or self._streams[int(stream)].context != self._current.context:
             raise Failed(400)
+        queue = self._streams[int(stream)].queue
+        if len(queue) >= QUEUE_MAX:
+            self.pump()
+        assert len(queue) < QUEUE_MAX, f"{label}: the call blocks the host: {QUEUE_MAX} entries stand at {queue[0][0]}"
         self._serial += 1
         self._streams[int(stream)].serials.append(self._serial)
         self._streams[int(stream)].queue.append((label, lambda: work() is not False))
@@ -407,7 +432,7 @@ class FakeDriver:
         return {
             attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.machine.gpus[dev].capability[0],
             attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.machine.gpus[dev].capability[1],
-            attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232_448,
+            attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: SHARED_BYTES_MAX,
         }[attrib]
 
     def _cuDevicePrimaryCtxRetain(self, dev: int) -> int:
@@ -691,7 +716,7 @@ class FakeDriver:
         return lambda: self._drain([self._streams[int(hStream)]], "cuStreamSynchronize")
 
     def _drain(self, streams: list[_Stream], call: str) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + FOREVER_S
         while True:
             with _MACHINE_LOCK:
                 self.pump()
@@ -735,10 +760,16 @@ class FakeDriver:
         address = self._word(addr, is_written=True)
         self._enqueue(stream, f"write [{address:#x}]", lambda: write_word(address, int(value)))
 
-    def _cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: int, hStream: int) -> None:
+    def _is_host(self, address: Any) -> bool:
+        return any(begin <= int(address) < begin + nbytes for begin, (_, nbytes) in self._host.items())
+
+    def _cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: int, hStream: int) -> Callable[[], None] | None:
         self._check_write(dst, ByteCount)
         self.is_imported(src, ByteCount)
         self._enqueue(hStream, "copy", lambda: ctypes.memmove(int(dst), int(src), ByteCount))
+        if self._is_host(dst) and self._is_host(src):  # "fully synchronous with respect to the host"
+            return lambda: self._drain([self._streams[int(hStream)]], "cuMemcpyAsync between two places of the host")
+        return None
 
     def _cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: int, ByteCount: int, hStream: int) -> None:
         self._cuMemcpyAsync(dstDevice, srcHost, ByteCount, hStream)
@@ -749,6 +780,34 @@ class FakeDriver:
     def _cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: int) -> None:
         self._check_write(dstDevice, N)
         self._enqueue(hStream, "zero", lambda: ctypes.memset(int(dstDevice), uc, N))
+
+    def _cuEventCreate(self, Flags: int) -> int:
+        assert Flags == 2, Flags  # no timing
+        event = self._new()
+        self._events[event] = 0
+        return event
+
+    def _cuEventDestroy(self, hEvent: int) -> None:
+        if self._events.pop(int(hEvent), None) is None:
+            raise Failed(400)
+
+    def _cuEventRecord(self, hEvent: int, hStream: int) -> None:
+        if int(hEvent) not in self._events:
+            raise Failed(400)
+
+        def reach() -> None:
+            if int(hEvent) in self._events:
+                self._events[int(hEvent)] -= 1
+
+        self._enqueue(hStream, "event", reach)
+        self._events[int(hEvent)] += 1
+
+    def _cuEventQuery(self, hEvent: int) -> None:
+        if int(hEvent) not in self._events:
+            raise Failed(400)
+        self.pump()
+        if self._events[int(hEvent)]:
+            raise Failed(600)
 
     # ---- kernels ----------------------------------------------------------------------------------------------
     def _cuLibraryLoadData(
@@ -780,8 +839,27 @@ class FakeDriver:
     def _cuKernelGetFunction(self, kernel: int) -> int:
         return kernel
 
+    def _cuFuncLoad(self, function: int) -> None:
+        if int(function) not in self._kernels:
+            raise Failed(400)
+        self._loaded.add(int(function))
+
     def _cuKernelSetAttribute(self, attrib: Any, val: int, kernel: int, dev: int) -> None:
-        return None
+        assert attrib == real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, attrib
+        if int(kernel) not in self._kernels:
+            raise Failed(400)
+        if not 0 <= val <= SHARED_BYTES_MAX:
+            raise Failed(1)
+        self._shared_bytes[int(kernel), dev] = val
+
+    def _check_launch(self, function: int, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int) -> None:
+        """Answers 1 for what no device, or not this kernel, takes."""
+        taken = zip((*grid, *block), (*GRID_MAX, *BLOCK_MAX), strict=True)
+        may_share = max(self._shared_bytes.get((int(function), self._current.context - 1), 0), SHARED_BYTES_DEFAULT)
+        if not all(1 <= size <= most for size, most in taken) or math.prod(block) > THREADS_MAX:
+            raise Failed(1)
+        if not 0 <= shared_bytes <= may_share:
+            raise Failed(1)
 
     def _cuLaunchKernel(
         self,
@@ -796,21 +874,45 @@ class FakeDriver:
         hStream: int,
         kernelParams: int,
         extra: int,
-    ) -> None:
+    ) -> Callable[[], None] | None:
         image = self._kernels.get(int(f))
         if image is None:
             raise Failed(400)
+        grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
+        self._check_launch(f, grid, block, sharedMemBytes)
+        if int(f) not in self._loaded:
+            return lambda: self._load_late(
+                f,
+                gridDimX,
+                gridDimY,
+                gridDimZ,
+                blockDimX,
+                blockDimY,
+                blockDimZ,
+                sharedMemBytes,
+                hStream,
+                kernelParams,
+                extra,
+            )
         if image not in self.kernels:
             self._enqueue(hStream, "kernel", lambda: None)
-            return
+            return None
         codes, runner = self.kernels[image]
         pointers = (ctypes.c_uint64 * len(codes)).from_address(int(kernelParams))
         arguments = [
             struct.unpack("<" + code, ctypes.string_at(at, struct.calcsize(code)))[0]
             for code, at in zip(codes, pointers, strict=True)
         ]
-        grid, block = (gridDimX, gridDimY, gridDimZ), (blockDimX, blockDimY, blockDimZ)
         self._enqueue(hStream, image.decode(errors="replace"), lambda: runner(grid, block, sharedMemBytes, arguments))
+        return None
+
+    def _load_late(self, function: int, *launch: Any) -> None:
+        """The first launch of a function that nobody loaded waits for the whole device."""
+        self._drain(list(self._streams.values()), "cuLaunchKernel of a function that is not loaded")
+        with _MACHINE_LOCK:
+            self._loaded.add(int(function))
+            self._cuLaunchKernel(function, *launch)
+            self.pump()
 
 
 _everyone: list[FakeDriver] = []

@@ -70,6 +70,10 @@ CALLS: Final = (
     "cuMemcpyHtoDAsync",
     "cuMemcpyDtoHAsync",
     "cuMemsetD8Async",
+    "cuEventCreate",
+    "cuEventDestroy",
+    "cuEventRecord",
+    "cuEventQuery",
     # kernels
     "cuLibraryLoadData",
     "cuLibraryUnload",
@@ -77,6 +81,7 @@ CALLS: Final = (
     "cuLibraryEnumerateKernels",
     "cuKernelGetFunction",
     "cuKernelSetAttribute",
+    "cuFuncLoad",
     "cuLaunchKernel",
 )
 
@@ -105,8 +110,8 @@ _CONTEXT_LOST: Final = (
 
 #: Codes after which the context is lost: every later call answers the same until the process exits.
 CONTEXT_LOST: Final = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
-#: And those that have advice of their own: memory errors, of the device and of a link.
-STICKY: Final = CONTEXT_LOST | {214, 220}
+#: And those that have advice of their own: memory errors of the device, a link or a peer; MPS; what is no GPU.
+STICKY: Final = CONTEXT_LOST | {214, 220, 226, 810, 911}
 
 #: (call, code) -> what to do; "*" stands for every call. What drivers and operators have reported.
 ADVICE: Final[dict[tuple[str, int], str]] = {
@@ -162,10 +167,17 @@ ADVICE: Final[dict[tuple[str, int], str]] = {
     ("*", 214): "an uncorrectable memory error: see `nvidia-smi -q -d ECC`, reset the device",
     ("*", 401): "the fabric manager is not in order: is nvidia-fabricmanager running in the driver's version?",
     ("*", 220): "an uncorrectable error of an NVLink: see `nvidia-smi nvlink -e` and dmesg",
+    (
+        "*",
+        226,
+    ): "an access to a peer's memory failed, as when its process or machine is gone, or a device did: see dmesg (Xid); "
+    "nothing on this device works until this process exits",
     **{("*", code): _CONTEXT_LOST for code in sorted(CONTEXT_LOST)},
     ("*", 802): "the NVSwitch fabric is not up yet: is nvidia-fabricmanager running?",
     ("*", 803): "libcuda.so and the kernel module differ in version: reboot, or mount the host's libraries",
     ("*", 804): "the compatibility libcuda.so does not work on this device: use the driver's own",
+    ("*", 810): "the MPS server ended this client: see its log; nothing works until this process exits",
+    ("*", 911): "a device that is no GPU signalled an error: see dmesg; nothing works until this process exits",
     ("*", 999): "see `dmesg` for the reason (Xid)",
 }
 
@@ -262,12 +274,19 @@ class Driver:
         except ValueError as error:  # a code newer than cuda.bindings
             raise DriverError(call, -1, f"unknown code: {error}") from error
 
+    def _is_ready(self, call: str, handle: Any) -> bool:
+        code, *_ = self._ask(call, self._function(call), (handle,))
+        if int(code) not in (0, NOT_READY):
+            raise DriverError(call, *_name_of(code))
+        return int(code) == 0
+
     def is_done(self, stream: Any) -> bool:
         """Whether all that was put on `stream` has run. Raises DriverError if some of it failed. Blocks: no."""
-        code, *_ = self._ask("cuStreamQuery", self._function("cuStreamQuery"), (stream,))
-        if int(code) not in (0, NOT_READY):
-            raise DriverError("cuStreamQuery", *_name_of(code))
-        return int(code) == 0
+        return self._is_ready("cuStreamQuery", stream)
+
+    def is_reached(self, event: Any) -> bool:
+        """Whether all that stood before `event` when it was recorded has run. Raises and blocks as `is_done`."""
+        return self._is_ready("cuEventQuery", event)
 
 
 class Teardown:

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any, Final, Literal
 
 import msgspec
@@ -49,12 +50,17 @@ _RUNG: Final = 0x5EED
 
 
 class Memops(msgspec.Struct, frozen=True, kw_only=True):
-    """What stream memory operations do here: the driver's words, "" where it took them. Kernels ring in any case."""
+    """What stream memory operations do here: "" where the driver took all of them; else its words of the first that it
+    refused, behind the provider and, for imported memory, the peer. Kernels ring in any case."""
 
     wait_local: str = ""
     write_local: str = ""
     wait_imported: str = ""
     write_imported: str = ""
+
+    def with_more(self, **words: str) -> Memops:
+        """The same, and of what was taken so far, what else was found."""
+        return msgspec.structs.replace(self, **{name: getattr(self, name) or more for name, more in words.items()})
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,12 +90,16 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wait_by(self) -> Literal["memop", "spin"]:
-        """How this rank waits: by memory operations if its device takes them on its own memory."""
-        return "memop" if self.memops is not None and not self.memops.wait_local else "spin"
+        """How this rank waits: by memory operations if its device takes both of them on its own memory.
+
+        A stream that waits by them writes by them too.
+        """
+        memops = self.memops
+        return "spin" if memops is None or memops.wait_local or memops.write_local else "memop"
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the world uses, and why not another; for the log and for status."""
+    """What the world uses, and why not another; for the log."""
 
     provider: str
     reasons: dict[str, str]  #: provider -> why it is not used
@@ -101,7 +111,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a preflight, equal on all ranks but for the last two fields; its text is what status shows."""
+    """What came of a preflight, equal on all ranks but for the last two fields; its text is what the log says."""
 
     choice: Choice
     wait_by: Literal["memop", "spin"]  #: how this rank waits
@@ -248,9 +258,9 @@ class _Attempt:
     def _arm(self) -> None:
         blocked, ringing = self._streams
         local = self._line(self._own, BELL_FREE, self._slabs.rank)
-        write = _words_of(lambda: ringing.write_value(local, 1))
+        write = _words_of(self.name, lambda: ringing.write_value(local, 1))
         pairs = [(self._line(self._own, BELL_DATA, peer), _RUNG + peer) for peer in self._peers]
-        wait = _words_of(lambda: blocked.wait_value(*(pairs or [(local, 0)])))
+        wait = _words_of(self.name, lambda: blocked.wait_value(*(pairs or [(local, 0)])))
         self.memops = Memops(wait_local=wait, write_local=write)
         if pairs and not wait and blocked.is_done():
             raise FabricError(f"{self.name}: a wait for rings that nobody rang was over at once: it does not wait")
@@ -264,12 +274,13 @@ class _Attempt:
         for peer, theirs in self._opened.items():
             with self._noted(peer):
                 line = self._line(theirs, BELL_DATA, self._slabs.rank)
-                ringing.launch(doorbell_write_kernel, 1, 1, 0, line, _RUNG + self._slabs.rank)
+                ringing.write_by_kernel(line, _RUNG + self._slabs.rank)
                 assert self.memops is not None
                 beside = self._line(theirs, BELL_FREE, self._slabs.rank)
-                write = _words_of(lambda at=beside: ringing.write_value(at, 1))  # type: ignore[misc]
-                wait = _words_of(lambda at=beside: ringing.wait_value((at, 0)))  # type: ignore[misc]
-                self.memops = msgspec.structs.replace(self.memops, write_imported=write, wait_imported=wait)
+                where = f"{self.name}, peer {peer}"
+                write = _words_of(where, lambda at=beside: ringing.write_value(at, 1))  # type: ignore[misc]
+                wait = _words_of(where, lambda at=beside: ringing.wait_value((at, 0)))  # type: ignore[misc]
+                self.memops = self.memops.with_more(write_imported=write, wait_imported=wait)
                 self._finish(ringing, f"ringing rank {peer}", deadline)
 
     def verify(self, rung_by: Sequence[int]) -> None:
@@ -311,10 +322,12 @@ class _Attempt:
 
     def _release(self, peers: Sequence[int]) -> None:
         """End the waits for these peers, who will not ring. No ring can be lost by it: they are not under way."""
+        assert self.memops is not None
         blocked, ringing = self._streams
         if not blocked.is_done():
+            store = ringing.write_by_kernel if self.memops.write_local else ringing.write_value
             for peer in peers:
-                ringing.write_value(self._line(self._own, BELL_DATA, peer), RELEASED)
+                store(self._line(self._own, BELL_DATA, peer), RELEASED)
             self._finish(ringing, "releasing a wait")
 
     def unblock(self) -> None:
@@ -349,12 +362,18 @@ class _Attempt:
         )
 
 
-def _words_of(call: Callable[[], Any]) -> str:
+def _words_of(where: str, call: Callable[[], Any]) -> str:
     try:
         call()
     except DriverError as error:
-        return error.words
+        return f"{where}: {error.words}"
     return ""
+
+
+def _memops_of(attempts: Sequence[_Attempt]) -> Memops | None:
+    """What all attempts found; None if none got that far."""
+    found = [attempt.memops for attempt in attempts if attempt.memops is not None]
+    return reduce(lambda all_, more: all_.with_more(**msgspec.structs.asdict(more)), found) if found else None
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -410,7 +429,7 @@ def preflight(
             device=device.name,
             driver_version=device.driver_version,
             probes=tuple(attempt.probe() for attempt in attempts),
-            memops=next((attempt.memops for attempt in attempts if attempt.memops is not None), None),
+            memops=_memops_of(attempts),
         )
         return _gather(gather, ballot, Ballot)  # all have unmapped; now what is mapped nowhere may go
     finally:

@@ -4,7 +4,9 @@ Rule 1: nothing here compiles, allocates device memory or synchronises once `Ker
 Rule 2: a stream belongs to one thread; arguments are packed into its own buffers, which the driver copies.
 Rule 3: every entry binds the context. What was current a moment ago says nothing: a library may have made another one
         current in this thread, and a thread may have the identity of one that is gone.
-Hot: yes; a superstep puts thousands of entries on a stream.
+Rule 4: no entry blocks the host: of the thousands that a superstep queues, as many stand on the stream as `depth.py`
+        lets.
+Hot: yes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from whalez.errors import CapabilityMissing
+from whalez.fabric.cuda.depth import Depth
 from whalez.fabric.cuda.driver import Device, Teardown, during
 from whalez.fabric.cuda.kernels import doorbell_write_kernel
 from whalez.ops.device.kernel import Dim, Kernel
@@ -115,8 +118,10 @@ class KernelSet:
                 )
             limit = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.cuKernelSetAttribute(limit, kernel.shared_bytes, entry, self.device.handle)
+        function = driver.cuKernelGetFunction(entry)  # a handle, no more
         # Into the context now: done at the first launch it would wait for whatever the other streams wait for.
-        return Loaded(driver.cuKernelGetFunction(entry), codes_of(kernel))
+        driver.cuFuncLoad(function)
+        return Loaded(function, codes_of(kernel))
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +156,7 @@ class CudaStream:
 
     Owns:      the stream
     Closed by: whoever made it, before its KernelSet; a context manager. Blocks: no, what is queued runs on
+    depth:      how much stands on it, and what waits when that is all it takes
     has_memops: whether the device takes stream memory operations; the preflight's word. Without them `write_value` is a
                 kernel and `wait_value` is refused: bounded waits are DeviceBells'.
     """
@@ -169,10 +175,15 @@ class CudaStream:
             words = (ctypes.c_uint64 * 6).from_address(wait.getPtr())
             self._words.append(words)
         self._batches = [self._waits[:count] for count in range(BATCH_MAX + 1)]
-        device.bind()
-        self.handle = driver.cuStreamCreateWithPriority(_NON_BLOCKING, priority)
         self._teardown = Teardown()
-        self._teardown.push(driver.cuStreamDestroy, self.handle)
+        try:
+            device.bind()
+            self.handle = driver.cuStreamCreateWithPriority(_NON_BLOCKING, priority)
+            self._teardown.push(driver.cuStreamDestroy, self.handle)
+            self.depth = Depth(device, self.handle, self._teardown)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -182,9 +193,14 @@ class CudaStream:
     ) -> None:
         self.close()
 
+    def _enter(self, entries: int = 1) -> None:
+        """First thing in every entry. The context last: what waits for room may make another one current."""
+        self.depth.take(entries)
+        self.device.bind()
+
     def launch(self, kernel: Kernel, grid: Dim, block: Dim, shared_bytes: int, *arguments: int | float) -> None:
         """Queue a kernel of the KernelSet; arguments are typed by its signature, pointers are addresses."""
-        self.device.bind()
+        self._enter()
         pack = self._packs[kernel.name]
         pack.pack_into(pack.buffer, 0, *arguments)
         grid_x, grid_y, grid_z = (grid, 1, 1) if isinstance(grid, int) else grid
@@ -207,9 +223,9 @@ class CudaStream:
         """Queue a wait until every u64 at `address`, of this device, has reached `value`, cyclically."""
         if not self.has_memops:
             raise CapabilityMissing("wait_value: this device refuses stream memory operations; wait by kernel instead")
-        self.device.bind()
         for begin in range(0, len(pairs), BATCH_MAX):
             some = pairs[begin : begin + BATCH_MAX]
+            self._enter(len(some))
             for words, (address, value) in zip(self._words, some, strict=False):
                 words[1] = address
                 words[2] = value
@@ -218,18 +234,22 @@ class CudaStream:
     def write_value(self, address: int, value: int) -> None:
         """Queue a store of a u64 to memory of this device, after all that was queued before."""
         if not self.has_memops:
-            self.launch(doorbell_write_kernel, 1, 1, 0, address, value)
+            self.write_by_kernel(address, value)
             return
-        self.device.bind()
+        self._enter()
         self._driver.cuStreamWriteValue64(self.handle, address, value, 0)
+
+    def write_by_kernel(self, address: int, value: int) -> None:
+        """The same where memory operations are refused, or may be."""
+        self.launch(doorbell_write_kernel, 1, 1, 0, address, value)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Queue a copy between any two places mapped here."""
-        self.device.bind()
+        self._enter()
         self._driver.cuMemcpyAsync(dst, src, nbytes, self.handle)
 
     def zero(self, dst: int, nbytes: int) -> None:
-        self.device.bind()
+        self._enter()
         self._driver.cuMemsetD8Async(dst, 0, nbytes, self.handle)
 
     def is_done(self) -> bool:

@@ -294,6 +294,16 @@ def _inspect(cubin: bytes, tool: str, *flags: str) -> str:
         return subprocess.run([_tool(tool), *flags, file.name], capture_output=True, text=True, check=True).stdout
 
 
+def under_aligned(ptx: str) -> list[str]:
+    """Declarations of shared memory that PTX accesses 16 bytes at a time, by name or address, and that promise less.
+
+    Dynamic ones in any case, as tiles lie in them. A cubin does not say it on every chip.
+    """
+    declared = re.findall(r"^(.*\.shared .*?\.align (\d+) .*);$", ptx, re.MULTILINE)
+    is_wide = re.search(r"cp\.async\.\w+\.shared|ldmatrix|(ld|st)\.shared\.v[24]", ptx)
+    return [line for line, nbytes in declared if int(nbytes) < 16 and (is_wide or ".extern" in line)]
+
+
 @functools.lru_cache(maxsize=4)
 def disassembly(cubin: bytes) -> str:
     """SASS text of all code in a cubin."""

@@ -8,7 +8,10 @@ from whalez.ops.device.kernel import Dim, Kernel
 
 
 class Stream(Protocol):
-    """A queue of one device. Every call returns at once; entries run in order. Addresses are plain integers."""
+    """A queue of one device: entries run in order, addresses are plain integers.
+
+    A call returns at once; but it waits, and may raise what ends that wait, while more is queued than a device takes.
+    """
 
     def launch(self, kernel: Kernel, grid: Dim, block: Dim, shared_bytes: int, *arguments: int | float) -> None:
         """Queue a kernel; arguments are typed by `kernel.signature`, pointers are addresses."""
