@@ -289,7 +289,7 @@ def test_drain_all_ends_the_fleet_without_a_failure(
     tiny: Path, start: Callable[..., Fleet], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fleet of its own, for it ends."""
-    monkeypatch.setattr("whalez.fleet.LEAVE_S", 8.0)  # as in test_leaving: who is killed here is one who hangs
+    monkeypatch.setattr("whalez.fleet.OWN_LEAVE_S", 8.0)  # as in test_leaving: who is killed here is one who hangs
     fleet = start(tiny, 2)
     running = fleet.submit(prompt_of(30, 7), max_tokens=40, poster=1, lane="local", stop_tokens=())
     next(iter(running))

@@ -44,7 +44,6 @@ HANG_S = 60.0
 #: What writing a post-mortem may take on a busy machine, and the slice of a wait.
 SLACK_S = 2.0
 
-AT_START = ("hello", "allgather")
 WORLD = 4
 QUICK = [  # the long waits first
     ("idle", 0, "stop"),
@@ -75,7 +74,7 @@ def note(place: str, rank: int, fault: str, world: int, took_s: float) -> None:
 
 def cell(model: Path, folder: Path, world: int, place: str, rank: int, fault: str) -> None:
     victim = Victim(rank, place, folder / "mark")
-    at_start, wedges = place in AT_START, fault == "wedge"
+    at_start, wedges = place in ("hello", "allgather"), fault == "wedge"
     fleet = Fleet(
         model,
         world,
@@ -151,16 +150,14 @@ def whale_past(fleet: Fleet, victim: Victim) -> Pending:
     return fleet.submit(list(range(200)) * fleet.world, max_tokens=4, poster=poster, lane="whale", stop_tokens=())
 
 
-def let_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Survivors leave by themselves on a busy machine too; when they noticed is in their post-mortems.
-
-    Not at the start, where the end of all processes is what is timed.
-    """
-    monkeypatch.setattr("whalez.fleet.LEAVE_S", 8.0)
+@pytest.fixture(autouse=True)
+def survivors_leave_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine too; when they noticed is in their post-mortems."""
+    monkeypatch.setattr("whalez.fleet.OWN_LEAVE_S", 8.0)
 
 
 @pytest.mark.timeout(600)  # of eleven fleets
-def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path) -> None:
     """Three fleets at a time, for most of a cell is waiting."""
 
     def try_cell(each: tuple[str, int, str]) -> None:
@@ -173,18 +170,12 @@ def test_one_cell_of_every_phase(tiny: Path, tmp_path: Path, monkeypatch: pytest
             raise
 
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(try_cell, [each for each in QUICK if each[0] in AT_START]))
-        let_leave(monkeypatch)
-        list(pool.map(try_cell, [each for each in QUICK if each[0] not in AT_START]))
+        list(pool.map(try_cell, QUICK))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "rank", "fault"), SLOW)
-def test_every_cell(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, rank: int, fault: str
-) -> None:
-    if place not in AT_START:
-        let_leave(monkeypatch)
+def test_every_cell(tiny: Path, tmp_path: Path, place: str, rank: int, fault: str) -> None:
     cell(tiny, tmp_path, WORLD, place, rank, fault)
 
 
