@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import SETTINGS  # type: ignore[attr-defined]
 
 from helpers.faults import (
     STUCK_S,
@@ -30,6 +29,7 @@ from helpers.faults import (
 )
 from helpers.machine import Pauses
 from helpers.ports import free_ports
+from helpers.small import SETTINGS
 from whalez.errors import PeerDied
 from whalez.fleet import Fleet, Pending
 from whalez.testing.faults import PLACES

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SETTINGS  # type: ignore[attr-defined]
 
 from helpers.by_hand import PROMPT, ByHand
 from helpers.faults import assert_clean, processes_of, wait_until
 from helpers.machine import Pauses
+from helpers.small import SETTINGS
 from whalez.errors import RequestError, Unavailable
 from whalez.fleet import Fleet
 
