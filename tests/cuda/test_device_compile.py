@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
 from numba import cuda
-from numba.cuda import dispatcher
+from numba.cuda import codegen, dispatcher
 
 import whalez
 from helpers import devices
@@ -175,6 +175,19 @@ def test_compiles_without_a_driver(arch: str) -> None:
     cubin = compile_cubin(of(doubling_body), arch)
     assert cubin.startswith(b"\x7fELF") and cubin[compiler._ELF_SM] == int(arch.rstrip("a")[3:])
     assert dispatcher.get_current_device is before
+
+
+def test_device_functions_come_in_the_order_in_which_they_are_met() -> None:
+    """Registers follow from it, and a set of them is ordered by their addresses: another one in every process."""
+
+    maker = codegen.JITCUDACodegen("")
+    with compiler._without_driver((9, 0)):
+        called = [maker.create_library(f"function {i}") for i in range(20)]
+        first, second = maker.create_library("a kernel"), maker.create_library("another")
+    for library, order in ((first, called), (second, called[::-1])):  # one set has one order of them
+        for each in order:
+            library.add_linking_library(each)
+        assert list(library._linking_libraries) == order
 
 
 def test_the_linker_is_quoted() -> None:

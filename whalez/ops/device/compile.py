@@ -3,10 +3,10 @@
 Images: sm_80, sm_90, sm_100 (a cubin runs on its major version at that or a higher minor one), sm_90a for kernels that
 exist there only, and PTX for compute_80 as the last resort of chips that have no image.
 
-Cubins are kept in the cache folder under a hash of all that decides them: the source of the kernel's module and of
-every module of whalez that it imports, directly or not; the kernel's own facts and those it closes over; the versions
-of the compilers. Any number of processes may fill it at once. A kernel that is not of whalez, or not the one registered
-under its name, is compiled every time.
+Cubins are kept in the cache folder under a hash of all that decides them: the source of this module, of the kernel's
+and of every module of whalez that it imports, directly or not; the kernel's own facts and those it closes over; the
+versions of the compilers. Any number of processes may fill it at once. A kernel that is not of whalez, or not the one
+registered under its name, is compiled every time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from numba import cuda
-from numba.cuda import dispatcher
+from numba.core.utils import OrderedSet
+from numba.cuda import codegen, dispatcher
 
 from whalez.config import cache_dir
 from whalez.errors import CapabilityMissing, ConfigError, FabricError
@@ -78,14 +79,25 @@ def image_for(capability: tuple[int, int], images: Collection[str] = ARCHITECTUR
 
 @contextlib.contextmanager
 def _without_driver(cc: tuple[Any, ...]) -> Iterator[None]:
-    """numba asks the current device for its capability when a kernel calls a device function; here is the answer."""
+    """numba asks the current device for its capability when a kernel calls a device function; here is the answer.
+
+    And it hands the device functions of a kernel to NVVM in the order of a set, by their addresses. Registers follow
+    from that order, so here it is the one in which they were met.
+    """
+
+    def make_library(self: Any, *args: Any, **options: Any) -> None:
+        make_unordered(self, *args, **options)
+        self._linking_libraries = OrderedSet()
+
     with _compiling:
-        saved = dispatcher.get_current_device
+        current_device, make_unordered = dispatcher.get_current_device, codegen.CUDACodeLibrary.__init__
         dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
+        codegen.CUDACodeLibrary.__init__ = make_library
         try:
             yield
         finally:
-            dispatcher.get_current_device = saved
+            dispatcher.get_current_device = current_device
+            codegen.CUDACodeLibrary.__init__ = make_unordered
 
 
 def entry_name(kernel: Kernel, text: str) -> str:
@@ -185,7 +197,7 @@ def _cached_at(kernel: Kernel, arch: str) -> Path | None:
     python = sys.version_info[:2]
     facts = (arch, kernel.name, str(kernel.signature), kernel.block, values, python, compiler_versions())
     digest = hashlib.sha256(repr(facts).encode())
-    for path in _sources_of(frozenset(modules)):
+    for path in (Path(__file__), *_sources_of(frozenset(modules))):
         digest.update(path.read_bytes())
     return folder / f"{kernel.name}-{arch}-{digest.hexdigest()[:32]}.cubin"
 
