@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from time import monotonic_ns
 from typing import Any
 
 from whalez.fabric.cuda.doorbell import BellMemory, DeviceBells, Peers
@@ -44,6 +44,14 @@ def entry_of(slabs: Any, **fields: Any) -> SlabEntry:
     return SlabEntry(**{**entry, "ticket": slabs.ticket, **fields} if "ticket" not in fields else {**entry, **fields})
 
 
+def settled_fds(expected: int) -> int:
+    """Open descriptors; the owner's thread may close its end of a connection a moment after the peer did."""
+    deadline = time.monotonic() + 5
+    while (count := len(os.listdir("/proc/self/fd"))) > expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return count
+
+
 # ---- the doorbell kernels, as the fake driver runs them -----------------------------------------------------------
 def image(kernel: Kernel) -> bytes:
     """What stands for a kernel's machine code."""
@@ -74,7 +82,7 @@ class _Wait:
         for peer in _members(world, masks):
             seen = read_word(lines + LINE_BYTES * peer)
             if not is_reached(seen, value):
-                waited = monotonic_ns() - self.begun.setdefault((lines, value), monotonic_ns())
+                waited = time.monotonic_ns() - self.begun.setdefault((lines, value), time.monotonic_ns())
                 if waited < budget_ns:
                     return False
                 for i, word in ((1, peer), (2, tag), (3, value), (4, seen), (5, waited), (0, 1)):
