@@ -67,7 +67,8 @@ class Gathering:
             except threading.BrokenBarrierError:
                 if not self.left:  # somebody hangs
                     raise
-                raise PeerDied(self.left[0], "left") from None
+                if len(self.rounds[here]) < self.world:  # else all came to it, and one has left since
+                    raise PeerDied(self.left[0], "left") from None
             return [self.rounds[here][each] for each in range(self.world)]
 
         return gather

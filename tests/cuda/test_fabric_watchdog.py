@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -50,6 +51,11 @@ class Armed:
         )
         self.watchdog = Watchdog(device, kernels, self.bells, self.stream, stuck_s=5)
         stack.callback(self.watchdog.close)
+        self.owned = (kernels, memory, self.stream, self.watchdog)
+
+    def close(self) -> None:
+        for each in reversed(self.owned):
+            each.close()
 
     def join(self, **how: Any) -> None:
         """`how`: what of the watchdog is changed before."""
@@ -434,7 +440,7 @@ def test_watching_neither_allocates_nor_synchronises_nor_touches_the_blocked_str
         assert [call.arguments[1] for call in created] == [0, -5]  # its own hardware queue
 
 
-def test_an_error_at_any_call_of_arming_leaves_nothing() -> None:
+def test_an_error_at_any_call_of_arming_and_disarming_leaves_nothing() -> None:
     with fake_world("fabric", 2) as ranks:
         for rank in ranks:
             rank.slabs.create()
@@ -444,13 +450,14 @@ def test_an_error_at_any_call_of_arming_leaves_nothing() -> None:
         with ExitStack() as stack:
             Armed(stack, ranks[0], addresses)
         names = ranks[0].fake.names(begun)
-        is_closing = next(
-            i for i, name in enumerate(names) if name in ("cuStreamDestroy", "cuMemFree", "cuMemFreeHost")
-        )
-        for at, call in enumerate(names[: is_closing - 1]):
-            ranks[0].fake.fail_at = len(ranks[0].fake.calls) + at
+        assert {"cuStreamDestroy", "cuMemFreeHost", "cuMemFree", "cuLibraryUnload"} <= set(names)
+        for (at, call), code in itertools.product(enumerate(names), (2, 700, 999)):
+            ranks[0].fake.fail_at, ranks[0].fake.fail_code = len(ranks[0].fake.calls) + at, code
+            made: list[Armed] = []
             with pytest.raises(DriverError) as caught, ExitStack() as stack:
-                Armed(stack, ranks[0], addresses)
-            assert caught.value.call == call
+                made.append(Armed(stack, ranks[0], addresses))
+            assert (caught.value.call, caught.value.code) == (call, code)
+            for each in made:
+                each.close()  # goes on where it failed; what was given back, is
             assert ranks[0].fake.leaks() == held, (at, call)
         assert len(os.listdir("/proc/self/fd")) == fds
