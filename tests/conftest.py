@@ -9,11 +9,16 @@ import gc
 import os
 from typing import Any
 
+import hypothesis
 import pytest
 
 from whalez.warm import use_cache, warm
 
 PROCESSES, KERNELS = "processes", "kernels"
+
+# A slow example is a slow machine: for one that hangs there is pytest's own time-out. All else stays Hypothesis' own.
+hypothesis.settings.register_profile("whalez", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("whalez")
 
 use_cache(os.environ)  # before anything imports numba, which reads the name of its cache once
 

@@ -42,7 +42,8 @@ from whalez.serve.tokenizer import load_tokenizer
 from whalez.signals import heed
 from whalez.warm import kernel_environment, warm
 
-LEAVE_S = 1.5  #: what a rank has after the signal, or after a peer's death, before it is killed
+LEAVE_S = 1.5  #: what a rank has after the signal before it is killed
+OWN_LEAVE_S = 3.0  #: the same after a peer's death or a drain, when it leaves by itself and has clients to tell
 FRONT_LEAVE_S = 0.25  #: what fronts have after the last rank, to tell their clients
 FRONT_FAIL_S = 2.0  #: the same when a rank has died: its clients are still to hear which
 KILLED_S = 0.25  #: within which the killed are gone, and their ports free
@@ -50,7 +51,7 @@ START_S = 300.0  #: the world has this long to come up
 STOPPED_S = 2.0  #: a rank that is stopped (SIGSTOP) for so long while the world comes up is dead
 RESTARTS_MAX = 5  #: failures in a row after which `serve_on` gives up
 STEADY_S = 60.0  #: a world that has served for so long ends a row of failures
-BLAME_S = LEAVE_S + FRONT_FAIL_S + 1.0  #: after a death it is known by then who died
+BLAME_S = OWN_LEAVE_S + FRONT_FAIL_S + 1.0  #: after a death it is known by then who died
 LOG_TAIL_LINES = 3
 TEMPORARY = "whalez-"  #: begins the name of a run folder that goes with its fleet
 AWAY = "away"  #: in the run folder while a kept front has no world behind it: why
@@ -717,7 +718,7 @@ class Fleet:
             self._progress(f"{first.name} {first.obituary()}; the others are held until this fleet is stopped")
             await self._released.wait()
         if has_drained:
-            await self._leave(FRONT_FAIL_S)
+            await self._leave(OWN_LEAVE_S, FRONT_FAIL_S)
             if all(p.how == _DRAINED for p in self._processes if p.rank is not None):
                 self._progress("the fleet was drained and has left")
                 await self._end_requests(Unavailable("the fleet was drained"))
@@ -729,7 +730,9 @@ class Fleet:
         """`blame` is asked when all have left, and once before for those who ask the front meanwhile."""
         if self.keep_front:
             self._say_away(blame())
-        await self._leave(FRONT_FAIL_S, keep_front=self.keep_front)
+        # Of a world that was coming up nobody has a peer yet whose death would make it leave.
+        ranks_s = OWN_LEAVE_S if self._has_served else LEAVE_S
+        await self._leave(ranks_s, FRONT_FAIL_S, keep_front=self.keep_front)
         self.failure = blame()
         if self.keep_front:
             self._say_away(self.failure)
@@ -765,12 +768,12 @@ class Fleet:
             return PeerDied(int(named[1]), named[2])
         return PeerDied(first.rank, first.obituary())
 
-    async def _leave(self, fronts_s: float, *, keep_front: bool = False) -> None:
+    async def _leave(self, ranks_s: float, fronts_s: float, *, keep_front: bool = False) -> None:
         """Wait for all to exit, kill the rest, reap everything. Fronts go last: they pass on how ranks ended."""
         ranks = [p for p in self._processes if p.rank is not None]
         kept = [p for p in self._processes if p.rank is None and keep_front and not p.exited.is_set()]
         fronts = [p for p in self._processes if p.rank is None and p not in kept]
-        await self._until_exited(ranks, LEAVE_S)
+        await self._until_exited(ranks, ranks_s)
         deadline = time.monotonic() + fronts_s
         for front in fronts:
             front.ask_to_leave()
@@ -809,12 +812,12 @@ class Fleet:
                 self._released.set()
             await self._failing
             if self.keep_front:
-                await self._leave(FRONT_LEAVE_S)
+                await self._leave(LEAVE_S, FRONT_LEAVE_S)
         else:
             for process in self._processes:
                 process.ask_to_leave()
             await self._end_requests(Unavailable("the fleet is stopping"))
-            await self._leave(FRONT_LEAVE_S)
+            await self._leave(LEAVE_S, FRONT_LEAVE_S)
         await asyncio.gather(*(link.close() for link in self._links))
         # An interrupted start may still be unwinding; the loop must not end under it.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:

@@ -159,7 +159,7 @@ def test_who_is_not_let_in_is_told_why_by_rank(
 ) -> None:
     make_keys(tmp_path / "keys")
     run = fleet({"keys": load_keys(tmp_path / "keys")}, {})
-    assert commands.main(["status", "--run", str(run), "--timeout", "1"]) == 3
+    assert commands.main(["status", "--run", str(run), "--timeout", "10"]) == 3
     told = capsys.readouterr()
     assert "serving" in told.out
     lines = told.err.splitlines()
@@ -167,8 +167,8 @@ def test_who_is_not_let_in_is_told_why_by_rank(
     assert lines[0].startswith(f"whalez: rank 0 did not answer (ipc://{run}/rank-0.admin): it ")
     assert lines[0].endswith(": no --keys were given")
     with pytest.raises(Unavailable, match=r"no rank answers at .*rank-0\.admin: it .*no --keys were given"):
-        commands.main(["status", "--endpoint", f"ipc://{run}/rank-0.admin", "--timeout", "1"])
-    words = ["status", "--run", str(run), "--timeout", "1", "--keys", str(tmp_path / "keys"), "--json"]
+        commands.main(["status", "--endpoint", f"ipc://{run}/rank-0.admin", "--timeout", "10"])
+    words = ["status", "--run", str(run), "--timeout", "10", "--keys", str(tmp_path / "keys"), "--json"]
     assert commands.main(words) == 3
     told = capsys.readouterr()
     assert json.loads(told.out)["silent"] == [1]

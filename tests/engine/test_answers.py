@@ -22,7 +22,6 @@ from whalez.hub import admin
 from whalez.hub.requests import Done
 from whalez.hub.zmq_admin import AdminServer, ask_all
 from whalez.hub.zmq_hub import ZmqHub
-from whalez.model.presets import make_checkpoint
 from whalez.planning import GangPlan, plan_whale
 from whalez.rendezvous.events import Received
 from whalez.rendezvous.lives import Life, WatchedSequencer
@@ -66,13 +65,6 @@ class Rank(msgspec.Struct):
             assert time.monotonic() < deadline
             self.one.turns(1)
         assert isinstance(self.one.ends()[request_id], Done)
-
-
-@pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(folder, "kimi-linear", "tiny", 0, "f32")
-    return folder
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from whalez.engine.records import Capture
 from whalez.engine.sizing import plan_policy
 from whalez.hub.local import LocalHub
 from whalez.hub.requests import CancelRequest, Done, Failed, Response, Submit
-from whalez.model.presets import make_checkpoint
 from whalez.parallel.context import GangViews, WindowMap
 from whalez.planning import GangPlan, check_plan
 from whalez.rendezvous.effects import Reserve
@@ -43,13 +42,6 @@ class One:
 
     def ends(self) -> dict[str, Response]:
         return {a.request_id: a for a in self.answers if isinstance(a, Done | Failed)}
-
-
-@pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(folder, "kimi-linear", "tiny", 0, "f32")
-    return folder
 
 
 @pytest.fixture

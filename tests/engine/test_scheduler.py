@@ -134,7 +134,7 @@ def test_the_same_name_twice_is_refused() -> None:
         s.add("a", 4, 4, whale=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8), st.booleans()), min_size=1, max_size=12), st.data())
 def test_every_request_ends_and_everything_comes_back(
     requests: list[tuple[int, int, bool]], data: st.DataObject

@@ -188,7 +188,7 @@ def test_the_time_restarts_while_the_peer_makes_progress(make_world: World) -> N
     begun = time.monotonic()
     with gives_up(1, BELL_DATA, 5, 0):
         bells[0].wait(BELL_DATA, ranks(1), 5, on_slice=on_slice)
-    assert len(slices) > 20
+    assert len(slices) >= 20
     assert slices[19] - begun > 2 * 0.02  # it would have given up before
     assert bells[0].progress(1) == 19
 

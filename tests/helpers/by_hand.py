@@ -35,7 +35,7 @@ class ByHand:
     def start(self, rank: int, world: int, before: list[str] | None = None) -> None:
         command = [*(before or [sys.executable, "-m", "whalez.rank"]), *(["--"] if before else [])]
         command += ["--rank", str(rank), "--world", str(world), "--hub", self.hub, "--model", str(self.model)]
-        command += ["--run", str(self.folder), "--fleet-id", self.fleet_id, "--start-timeout", "40", "--grace", "20"]
+        command += ["--run", str(self.folder), "--fleet-id", self.fleet_id, "--start-timeout", "60", "--grace", "100"]
         command += setting_flags({"stuck_s": 3.0, **self.settings})
         command += ["--threads", "1"]
         self.folder.mkdir(exist_ok=True)
@@ -53,18 +53,18 @@ class ByHand:
 
                 def serves(link: LinkClient = link) -> bool:
                     try:
-                        return link.status(0.5).state == "serving"
+                        return link.status(2.0).state == "serving"
                     except Unavailable:
                         return False
 
-                wait_until(serves, 40, lambda rank=rank: (self.folder / f"rank-{rank}.log").read_text())
+                wait_until(serves, 60, lambda rank=rank: (self.folder / f"rank-{rank}.log").read_text())
             finally:
                 link.close()
 
     def running(self, rank: int) -> int:
         link = self.link(rank)
         try:
-            return link.status(2.0).running
+            return link.status(10.0).running
         finally:
             link.close()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from whalez.errors import WhalezError
+from whalez.errors import HubError, WhalezError
 from whalez.fleet import Fleet, Pending, rank_command
 from whalez.hub.admin import AskDoorbells, Doorbells
 from whalez.hub.zmq_admin import ask_all
@@ -43,7 +43,7 @@ class Victim:
     def release(self) -> None:
         Path(f"{self.mark}.go").touch()
 
-    def wait_held(self, timeout_s: float = 30.0) -> None:
+    def wait_held(self, timeout_s: float = 60.0) -> None:
         wait_until(self.mark.exists, timeout_s, f"rank {self.rank} never came to {self.place}")
 
 
@@ -66,14 +66,23 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def assert_clean(fleet: Fleet) -> None:
-    """After `stop`: no process, no shared memory, no socket and no listening port of the fleet."""
-    wait_until(lambda: not processes_of(fleet.run_dir), 2.0, lambda: processes_of(fleet.run_dir))
+    """Soon after `stop`: no process, no shared memory, no socket and no listening port of the fleet."""
+    wait_until(lambda: not processes_of(fleet.run_dir), 5.0, lambda: processes_of(fleet.run_dir))
     assert not list(Path("/dev/shm").glob(f"whalez-{fleet.fleet_id}-*"))
     assert [path.name for path in fleet.run_dir.iterdir() if path.is_socket()] == []
     if fleet.listen is not None:
         host, port = parse_listen(fleet.listen)
         for offset in range(fleet.world + 1):
-            bind(f"{host}:{port + offset}").close()
+            wait_until(lambda at=f"{host}:{port + offset}": _is_free(at), 5.0, f"port {port + offset} is in use")
+
+
+def _is_free(address: str) -> bool:
+    """A dying process loses its command line before its sockets."""
+    try:
+        bind(address).close()
+    except HubError:
+        return False
+    return True
 
 
 Waits = dict[int, tuple[int, str, int]]  #: by who waits: for whom, the kind of doorbell, the value
@@ -87,12 +96,12 @@ def waits_on(fleet: Fleet, victim: int) -> Waits:
 
     def stands() -> bool:
         nonlocal waits, before
-        (told,) = ask_all([(endpoint, AskDoorbells(query_id=secrets.token_hex(4)))], 2.0)
+        (told,) = ask_all([(endpoint, AskDoorbells(query_id=secrets.token_hex(4)))], 10.0)
         assert isinstance(told, Doorbells), told
         before, waits = waits, {line.rank: (line.peer, line.kind, line.expected) for line in told.waits}
         return waits == before and set(waits) == set(range(fleet.world)) - {victim}
 
-    wait_until(stands, 10.0, lambda: f"not all wait for rank {victim}: {waits}")
+    wait_until(stands, 30.0, lambda: f"not all wait for rank {victim}: {waits}")
     return waits
 
 

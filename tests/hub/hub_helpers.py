@@ -9,6 +9,7 @@ from whalez.rendezvous.events import PeerGone, Received
 from whalez.rendezvous.messages import Bye, Died, Hello, Post, Ready, SlabEntry
 
 TIMEOUT_S = 20.0
+CALL_S = 0.25  #: far above what a call costs, far below what blocking would
 
 
 class PassOn:
@@ -30,6 +31,16 @@ class PassOn:
             case PeerGone(rank=rank, how=how):
                 return [Broadcast(Died(rank=rank, how=how))]
         return []
+
+
+def assert_none_blocked(took_s, pauses):
+    """Calls that may not wait for a peer, and what each took.
+
+    Blocking, they would do so until it is given up, after 2 s, or again and again; a caller that the machine did not
+    run for a moment does neither.
+    """
+    slow = sorted(each for each in took_s if each > CALL_S)
+    assert len(slow) <= 2 and max(took_s) < 1.0 + pauses.late_s, slow
 
 
 def hello(rank, world, **fingerprint):

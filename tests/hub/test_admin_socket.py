@@ -15,6 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.machine import Pauses
 from helpers.ports import free_ports
 from whalez.errors import ConfigError, HubError, WireError
 from whalez.hub import admin, wire
@@ -85,10 +86,12 @@ def test_who_is_silent_delays_nobody_beyond_the_deadline(server, tmp_path):
         assert child.stdout.readline() == "up\n"
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        began = time.monotonic()
         questions = [(each, QUESTION) for each in (there, server._address, f"ipc://{tmp_path}/nobody")]
-        answers = ask_all(questions, 0.3)
-        assert 0.25 < time.monotonic() - began < 1.0
+        with Pauses() as pauses:
+            began = time.monotonic()
+            answers = ask_all(questions, 1.0)
+            took_s = time.monotonic() - began
+        assert 0.95 < took_s < 1.7 + pauses.late_s  # not once for each
         assert answers == [NoAnswer(), admin.Ordered(query_id="q", rank=2, what="AskStatus"), NoAnswer()]
     finally:
         child.kill()
@@ -218,11 +221,11 @@ def test_who_is_not_let_in_hears_why_and_is_counted_and_logged(
     ours = keys.get(asker_has)
     server = AdminServer(where, 2, answer, keys=keys.get(server_has))
     with contextlib.closing(server):
-        (told,) = ask_all([(where, QUESTION)], 1.0, ours)
+        (told,) = ask_all([(where, QUESTION)], 3.0, ours)
         assert isinstance(told, NoAnswer)
         assert any(text in told.why for text in asker_hears), told
         assert ("no --keys were given" if ours is None else str(ours.folder)) in told.why
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not (server.dropped()["admin_refused_connections"] and "refused a connection" in caplog.text):
             assert time.monotonic() < deadline, server.dropped()
             time.sleep(0.01)

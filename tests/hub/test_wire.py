@@ -153,7 +153,7 @@ def test_every_byte_changed_in_every_way_gives_a_message_or_wire_error(data, dec
                 assert wire.decode_link(wire.encode_link(got)) == got
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(ALL), st.data())
 def test_pieces_of_two_messages_give_a_message_or_wire_error(first, data):
     """Splices of well-formed bodies get deeper into the decoder than noise does."""
@@ -167,7 +167,7 @@ def test_pieces_of_two_messages_give_a_message_or_wire_error(first, data):
         decode(header + frame[12 : 12 + name_bytes] + body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_frame_or_wire_error(data):
     for decode in (wire.decode, wire.decode_link):
@@ -175,7 +175,7 @@ def test_any_bytes_give_a_frame_or_wire_error(data):
             decode(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=120))
 def test_any_body_behind_a_right_header_gives_a_frame_or_wire_error(body):
     for magic, incarnation in ((wire.MAGIC, b"i"), (wire.LINK_MAGIC, b"")):

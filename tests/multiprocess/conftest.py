@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.small import SETTINGS
 from whalez.fleet import Fleet
 from whalez.model.presets import make_checkpoint
-
-SETTINGS = {
-    "segment_floor": 64,
-    "chunk_tokens": 256,
-    "buckets": (64, 128, 256, 512, 1024),
-    "max_ctx": 4096,
-    "armed_rows": 32,
-    "slots": 8,
-    "threads": 1,
-}
 
 
 @pytest.fixture(scope="session")

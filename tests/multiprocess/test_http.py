@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from helpers.machine import Pauses
 from helpers.ports import free_ports
 from whalez.errors import PeerDied
 from whalez.fleet import Fleet
@@ -80,7 +81,7 @@ def test_a_bad_request_is_a_400_that_names_the_field(
 
 def test_health_names_every_rank(served: tuple[Fleet, int]) -> None:
     _, port = served
-    answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+    answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=60)
     assert answer.status_code == 200
     assert len(answer.json()["ranks"]) == 2
 
@@ -90,7 +91,7 @@ def test_a_client_that_leaves_frees_its_slot(served: tuple[Fleet, int]) -> None:
     body = {"prompt": "a", "max_tokens": 3000, "stream": True, "temperature": 0}
     with httpx.stream("POST", f"http://127.0.0.1:{port + 1}/v1/completions", json=body, timeout=30) as stream:
         next(stream.iter_lines())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(status is None or status.running for status in fleet.status()):
         assert time.monotonic() < deadline, "the request is still running"
         time.sleep(0.05)
@@ -139,21 +140,23 @@ def test_every_client_hears_which_rank_was_killed(tiny: Path, tmp_path: Path, st
         until_running(4 * world)
         while len(begun) < 2 * world:
             time.sleep(0.02)
-        killed = time.monotonic()
-        os.kill(fleet.pids()[f"rank {victim}"], signal.SIGKILL)
-        told = [answer.result() for answer in answers]
+        with Pauses() as pauses:
+            killed = time.monotonic()
+            os.kill(fleet.pids()[f"rank {victim}"], signal.SIGKILL)
+            told = [answer.result() for answer in answers]
     for (_, stream), (status, message, at) in zip(behind_one + behind_own, told, strict=True):
         assert status == (200 if stream else 503), (message, told)
         assert f"rank {victim}" in message
-        assert at - killed < 5
+        assert at - killed < 5 + pauses.late_s
     with pytest.raises(PeerDied, match=f"rank {victim} died: was killed by SIGKILL"):
         fleet.wait()
 
 
 def test_clients_of_a_rank_that_does_not_leave_hear_of_the_stop(
-    tiny: Path, tmp_path: Path, start: Callable[..., Fleet]
+    tiny: Path, tmp_path: Path, start: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while a rank is in a long launch; a stopped process stands for that, it leaves as little."""
+    monkeypatch.setattr("whalez.fleet.FRONT_LEAVE_S", 5.0)  # in which a busy machine, too, lets them tell
     port = free_ports(3)
     fleet = start(tiny, 2, listen=f"127.0.0.1:{port}", run_dir=tmp_path, max_ctx=4096, cache_tokens=4 * 4096)
     begun: list[int] = []

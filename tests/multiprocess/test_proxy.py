@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SETTINGS  # type: ignore[attr-defined]
 
 from helpers.faults import STUCK_S, assert_clean, failure_of
 from helpers.proxy import FrameProxy
+from helpers.small import SETTINGS
 from whalez.errors import PeerDied, WhalezError, WireError
 from whalez.fleet import Fleet, Generated, rank_command
 from whalez.hub import wire

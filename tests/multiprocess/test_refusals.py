@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from conftest import SETTINGS  # type: ignore[attr-defined]
 
 from helpers.faults import wait_until
 from helpers.link_client import LinkClient
+from helpers.small import SETTINGS
 from whalez.fleet import Fleet
 from whalez.hub.requests import Done, Failed, Response, Submit
 from whalez.serve.completions import pack_tokens

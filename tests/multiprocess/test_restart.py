@@ -12,11 +12,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import SETTINGS  # type: ignore[attr-defined]
 
 from helpers.by_hand import PROMPT, ByHand
 from helpers.faults import assert_clean, wait_until
 from helpers.ports import free_ports
+from helpers.small import SETTINGS
 from whalez.fleet import Fleet
 from whalez.testing.faults import fault_arguments
 

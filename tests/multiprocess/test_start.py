@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,9 +18,10 @@ from typing import IO, Any
 
 import pytest
 
+from helpers.faults import wait_until
 from whalez.doctor import Finding
 from whalez.errors import WhalezError
-from whalez.fleet import Fleet, sweep_leftovers
+from whalez.fleet import START_S, Fleet, sweep_leftovers
 from whalez.model.checkpoint import read_tensors, write_checkpoint
 from whalez.warm import kernel_environment
 
@@ -65,8 +67,8 @@ def test_a_bad_checkpoint_is_named_and_nothing_is_left(
         fleet.start()
     for word in words:
         assert word in str(caught.value)
-    assert time.monotonic() - began < 15
-    assert not _ours(tmp_path)
+    assert time.monotonic() - began < START_S / 5  # by its own word, not by the start's time-out
+    wait_until(lambda: not _ours(tmp_path), 5.0, lambda: _ours(tmp_path))
     assert not list(Path("/dev/shm").glob(f"whalez-{fleet.fleet_id}-*"))
 
 
@@ -107,14 +109,14 @@ def test_a_port_in_use_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(WhalezError, match=f"127.0.0.1:{port}"):
             Fleet(tiny, 2, listen=f"127.0.0.1:{port}", run_dir=tmp_path / "run").start()
-    assert not _ours(tmp_path / "run")
+    wait_until(lambda: not _ours(tmp_path / "run"), 5.0, lambda: _ours(tmp_path / "run"))
 
 
 def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Path) -> None:
     """Who came first keeps the number while it lives; the other one is told whose it is, and goes."""
     command = [sys.executable, "-m", "whalez.rank", "--rank", "1", "--world", "3", "--model", str(tiny)]
     command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--segment-floor", "64", "--start-timeout", "60"]
-    command += ["--fleet-id", fleet_id := f"numbers-{os.getpid()}"]
+    command += ["--fleet-id", fleet_id := f"numbers-{secrets.token_hex(4)}"]
     env = {**os.environ, **kernel_environment(os.environ)}
     zero = [*command[:4], "0", *command[5:], "--run", str(tmp_path / "zero")]
     ranks = [subprocess.Popen(zero, env=env, stderr=subprocess.PIPE, text=True)]
@@ -122,14 +124,14 @@ def test_two_ranks_with_one_number_are_refused_by_name(tiny: Path, tmp_path: Pat
         for name in ("first", "second"):
             words = [*command, "--run", str(tmp_path / name)]
             ranks.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while all(rank.poll() is None for rank in ranks[1:]):
             assert time.monotonic() < deadline, "nobody was refused"
             time.sleep(0.05)
         refused = next(rank for rank in ranks[1:] if rank.poll() is not None)
         assert refused.returncode == 1
         holder = next(rank for rank in ranks[1:] if rank is not refused)
-        assert f"rank 1 is taken by process {holder.pid}" in refused.communicate(timeout=10)[1]
+        assert f"rank 1 is taken by process {holder.pid}" in refused.communicate(timeout=60)[1]
         assert holder.poll() is None and ranks[0].poll() is None
     finally:
         for rank in ranks:
@@ -145,39 +147,48 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_an_idle_fleet_sleeps_and_wakes(four: Fleet) -> None:
-    """An idle rank takes less than 5 % of a core, still launches a few times a second, and serves at once."""
+    """An idle rank takes less than 5 % of a core, still launches a few times a second, and serves at once.
+
+    What a busy machine does to it can only add to its time, or take launches away: the best of three looks counts.
+    """
     four.generate("wake up", max_tokens=2, stop_tokens=())
     time.sleep(0.5)  # let the last launches of the request pass
     pids = [pid for name, pid in four.pids().items() if name.startswith("rank")]
-    before = [cpu_seconds(pid) for pid in pids]
-    first = [status.launch for status in four.status() if status is not None]
-    time.sleep(3.0)
-    spent = [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)]
-    last = [status.launch for status in four.status() if status is not None]
-    assert max(spent) < 0.05 * 3.0, spent
-    ticks = [b - a for a, b in zip(first, last, strict=True)]
-    assert all(6 <= count <= 40 for count in ticks), ticks  # every 250 ms, plus a few
+    for _ in range(3):
+        began = time.monotonic()
+        before = [cpu_seconds(pid) for pid in pids]
+        first = [status.launch for status in four.status(10) if status is not None]
+        time.sleep(3.0)
+        spent = [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)]
+        last = [status.launch for status in four.status(10) if status is not None]
+        seconds = time.monotonic() - began
+        ticks = [b - a for a, b in zip(first, last, strict=True)]
+        if max(spent) < 0.05 * seconds and min(ticks) >= 2 * seconds:
+            break
+    assert max(spent) < 0.05 * seconds, spent
+    assert all(2 * seconds <= count <= 13 * seconds for count in ticks), ticks  # every 250 ms, plus a few
     assert len(four.generate("and again", max_tokens=2, stop_tokens=()).tokens) == 2
 
 
 def test_a_signal_before_the_world_is_complete_leaves_no_shared_memory(tiny: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "whalez.rank", "--rank", "0", "--world", "2", "--model", str(tiny)]
-    command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--run", str(tmp_path / "run"), "--fleet-id", "alone"]
+    name = f"alone-{secrets.token_hex(4)}"
+    command += ["--hub", f"ipc://{tmp_path}/hub.sock", "--run", str(tmp_path / "run"), "--fleet-id", name]
     rank = subprocess.Popen(command, env={**os.environ, **kernel_environment(os.environ)})
     try:
-        deadline = time.monotonic() + 30
-        while not (names := list(Path("/dev/shm").glob("whalez-alone-*"))):
+        deadline = time.monotonic() + 60
+        while not (slabs := list(Path("/dev/shm").glob(f"whalez-{name}-*"))):
             assert time.monotonic() < deadline, "no slab was made"
             assert rank.poll() is None
             time.sleep(0.01)
         rank.send_signal(signal.SIGTERM)
-        assert rank.wait(5) == 128 + signal.SIGTERM
-        assert not any(name.exists() for name in names)
+        assert rank.wait(60) == 128 + signal.SIGTERM
+        assert not any(slab.exists() for slab in slabs)
     finally:
         rank.kill()
         rank.wait()
-        for name in Path("/dev/shm").glob("whalez-alone-*"):
-            name.unlink()
+        for slab in Path("/dev/shm").glob(f"whalez-{name}-*"):
+            slab.unlink()
 
 
 #: A launcher whose rank 1 never comes, so that rank 0 waits at the barrier with its slab still named.
@@ -196,6 +207,7 @@ fleet.start()
 def half_a_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path, Path]]]:
     """Start one: its launcher, its slab, its run folder."""
     begun: list[subprocess.Popen[str]] = []
+    fleets: list[str] = []
 
     def begin() -> tuple[subprocess.Popen[str], Path, Path]:
         before = set(tmp_path.glob("whalez-*"))
@@ -207,8 +219,8 @@ def half_a_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subp
         )
         begun.append(launcher)
         assert launcher.stdout is not None
-        fleet_id = launcher.stdout.readline().strip()
-        deadline = time.monotonic() + 30
+        fleets.append(fleet_id := launcher.stdout.readline().strip())
+        deadline = time.monotonic() + 60
         while not (slabs := list(Path("/dev/shm").glob(f"whalez-{fleet_id}-*"))):
             assert time.monotonic() < deadline and launcher.poll() is None
             time.sleep(0.01)
@@ -219,6 +231,10 @@ def half_a_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subp
     for launcher in begun:
         launcher.kill()
         launcher.communicate()
+    wait_until(lambda: not _ours(tmp_path), 5.0, lambda: _ours(tmp_path))
+    for fleet_id in fleets:  # a killed rank cannot take its slab's name away
+        for slab in Path("/dev/shm").glob(f"whalez-{fleet_id}-*"):
+            slab.unlink()
 
 
 def test_what_a_killed_launcher_left_goes_at_the_next_start_and_nothing_of_a_living_fleet(
@@ -239,7 +255,7 @@ def test_what_a_killed_launcher_left_goes_at_the_next_start_and_nothing_of_a_liv
     for path in (dead_slab, dead_folder / "temporary.lock", slab, folder / "temporary.lock"):
         os.utime(path, (0, 0))
     with dead_slab.open() as file:  # a dying process loses its command line first and its locks later
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while _is_locked(file):
             assert time.monotonic() < deadline, _ours(dead_folder)
             time.sleep(0.01)

@@ -112,7 +112,7 @@ def test_one_window_keeps_the_bits_of_the_plain_call():
     assert plain[1].tobytes() == windowed[1].tobytes()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prefix=st.integers(0, 300),
     segments=st.lists(st.integers(1, 90), min_size=1, max_size=5),

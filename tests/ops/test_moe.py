@@ -159,7 +159,7 @@ def test_exchange_equals_dense(counts, bounds):
     world.assert_equals_dense(world.run())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_exchange_equals_dense_for_any_world(data):
     size = data.draw(st.integers(1, 5))

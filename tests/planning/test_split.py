@@ -100,7 +100,7 @@ coefficients = st.builds(
 
 
 @given(cost=coefficients, width=st.sampled_from([2, 4]), data=st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_small_prompts_against_all_splits(cost: CostModel, width: int, data: st.DataObject) -> None:
     length = data.draw(st.integers(4 * width, 80 if width == 2 else 34))
     buckets = data.draw(st.sampled_from([(8, 16, 32, 64), (100,), (9, 10, 11, 12, 40)]))

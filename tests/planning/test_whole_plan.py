@@ -66,7 +66,7 @@ def assert_node_aligned_where_it_fits(plan: GangPlan, poster: int, policy: PlanP
     buckets=st.sampled_from([(256, 528, 1056, 2112, 4224, 8448, 16896), (4096,), (5000, 5001, 40_000)]),
     node_ranks=st.sampled_from([1, 3, 4, 6, 8, 72]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_all_worlds_all_posters(length: int, floor: int, buckets: tuple[int, ...], node_ranks: int) -> None:
     for world in WORLDS:
         policy = PlanPolicy(
@@ -85,7 +85,7 @@ def test_all_worlds_all_posters(length: int, floor: int, buckets: tuple[int, ...
 
 
 @given(data=st.data(), world=st.integers(2, 24), node_ranks=st.sampled_from([1, 3, 4, 8]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_excluded_ranks_take_no_part_and_members_still_agree(data: st.DataObject, world: int, node_ranks: int) -> None:
     policy = PlanPolicy(world=world, node_ranks=node_ranks, segment_floor=16, whale_min=32)
     poster = data.draw(st.integers(0, world - 1))

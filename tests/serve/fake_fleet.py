@@ -1,6 +1,8 @@
 """Fleets whose ranks are `fake_rank.py`, and whether anything of them is left. Light, as child processes import it."""
 
 import contextlib
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 from whalez.fleet import Fleet, rank_command
@@ -23,3 +25,11 @@ def group_lives(pgid: int) -> bool:
             if int(group) == pgid and state != "Z":
                 return True
     return False
+
+
+def wait_gone(pgids: Collection[int]) -> None:
+    """Until nothing of these groups lives. What was killed is gone once the machine has run it, not at once."""
+    deadline = time.monotonic() + 5.0
+    while left := [pgid for pgid in pgids if group_lives(pgid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

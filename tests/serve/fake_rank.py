@@ -124,6 +124,7 @@ def main() -> int:
         )
 
     address = link_address(run_dir, args.rank)
+    print(f"rank {args.rank} up, argv {sys.argv[1:]}", flush=True)
     server = LinkServer(address, on_request, status)
     front = None
     if args.listen is not None:
@@ -132,7 +133,6 @@ def main() -> int:
         if behaviour == "later":
             command = ["sh", "-c", f"sleep 1; exec {shlex.join(command)}"]
         front = subprocess.Popen(command)
-    print(f"rank {args.rank} up, argv {sys.argv[1:]}", flush=True)
     while not leaving.wait(0.02):
         if behaviour == "tells":
             with contextlib.suppress(FileNotFoundError, ValueError):

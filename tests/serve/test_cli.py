@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fake_fleet import group_lives
+from fake_fleet import wait_gone
 
+from helpers.machine import Pauses, python_s
 from helpers.ports import free_ports
 from whalez import cli
 from whalez.engine import captures as capture
@@ -28,13 +29,15 @@ from whalez.model.presets import PRESETS
 from whalez.serve.process import front_command
 from whalez.warm import FILL_COMMAND
 
+HANG_S = 60.0  #: no time that is promised: who takes so long hangs
+
 #: The command with ranks that have no engine.
 DRIVER = """
 import sys
 sys.path.insert(0, {here!r})
 import fake_fleet, whalez.fleet
 whalez.fleet.rank_command = fake_fleet.fake_command
-whalez.fleet.LEAVE_S = {leave_s}
+whalez.fleet.LEAVE_S = whalez.fleet.OWN_LEAVE_S = {leave_s}
 whalez.fleet.Fleet._prepare = lambda self: None
 from whalez.cli import main
 main()
@@ -110,7 +113,7 @@ def test_generate_writes_what_it_was_asked_for(command: Callable[..., Any], mode
         "64",
     ]
     process = command("generate", "--model", model, "--tokens", "two.json", *words)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     assert out.splitlines() == ["[2, 3]", "[10, 10]"]
     written = json.loads((model.parent / "out.json").read_text())
@@ -132,24 +135,28 @@ def test_generate_writes_what_it_was_asked_for(command: Callable[..., Any], mode
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["generate", "fleet"])
 def test_ctrl_c_is_one_line_within_two_seconds(command: Callable[..., Any], model: Path, name: str) -> None:
-    """With a rank that ignores the signal, so that all of the 1.5 s are used."""
+    """With a rank that ignores the signal, so that all of the 1.5 s are used.
+
+    The two seconds are those of a machine that runs and is idle. What this one paused meanwhile comes on top, and three
+    times what a Python takes here and now: ranks, front and the command itself end one after the other.
+    """
     (model / "behave.json").write_text('{"0": "stubborn"}')
     words = ["--tokens", "prompt.json", "--max-tokens", "90000", "--max-ctx", "100000"]
     if name == "fleet":
         words = ["--listen", f"127.0.0.1:{free_ports(3)}"]
     process = command(name, "--model", model, "--world", "2", *words, leave_s=1.5)
     lines = read_until(process, "ranks serve" if name == "generate" else "all ranks: ")
-    began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.3)
-    process.send_signal(signal.SIGINT)  # an impatient second one changes nothing
-    _, err = process.communicate(timeout=5)
-    took = time.monotonic() - began
-    assert 1.4 < took < 2.0 + 0.2 * os.getloadavg()[0]  # a busy machine is slow to end a Python
+    with Pauses() as pauses:
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # until it is in the middle of its stop
+        process.send_signal(signal.SIGINT)  # an impatient second one changes nothing
+        _, err = process.communicate(timeout=HANG_S)
+        took = time.monotonic() - began
+    assert 1.4 < took < 2.0 + pauses.late_s + 3 * python_s()
     assert process.returncode == 128 + signal.SIGINT
     assert err == "whalez: stopped by SIGINT\n"
-    assert not any(group_lives(pid) for pid in pids_in(lines))
+    wait_gone(pids_in(lines))
     assert list(model.parent.glob("whalez-*")) == []
 
 
@@ -157,7 +164,7 @@ def test_ctrl_c_is_one_line_within_two_seconds(command: Callable[..., Any], mode
 def test_a_failed_start_is_one_line(command: Callable[..., Any], model: Path) -> None:
     (model / "behave.json").write_text('{"1": "dies"}')
     process = command("generate", "--model", model, "--tokens", "prompt.json", "--world", 2)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert out == ""
     assert [line for line in err.splitlines() if "serves" not in line] == [
@@ -180,12 +187,12 @@ def test_fleet_restarts_the_world_and_ends_on_sigterm(command: Callable[..., Any
     second = pids_in(lines)
     assert len(second) == 2
     assert not set(first) & set(second)
-    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=HANG_S).status_code == 200
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=3)
+    _, err = process.communicate(timeout=HANG_S)
     assert err == "whalez: stopped by SIGTERM\n"
     assert process.returncode == 128 + signal.SIGTERM
-    assert not any(group_lives(pid) for pid in first + second)
+    wait_gone(first + second)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------
@@ -318,7 +325,7 @@ def test_a_full_disk_is_named_and_the_tokens_are_shown(command: Callable[..., An
             where = "standard output"
     else:
         process, where = command(*words, flag, "/dev/full"), "/dev/full"
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert err.splitlines()[-1] == f"whalez: {where}: cannot be written: No space left on device"
     assert flag != "--json" or out == "[2, 3]\n"
@@ -360,7 +367,7 @@ def test_a_signal_while_a_program_is_imported_is_one_line(tmp_path: Path, words:
             assert process.stdout is not None
             assert process.stdout.readline() == "importing\n"
             process.send_signal(number)
-            _, err = process.communicate(timeout=10)
+            _, err = process.communicate(timeout=HANG_S)
         assert err == f"whalez: stopped by {number.name}\n"
         assert process.returncode == 128 + number
 
@@ -388,10 +395,10 @@ def test_ctrl_c_that_strikes_in_a_finalizer_is_not_lost(
     words = ["--tokens", "prompt.json", "--max-tokens", "90000", "--max-ctx", "100000"]
     process = command("generate", "--model", "model", "--world", "1", *words)
     lines = read_until(process, "ranks serve")
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=HANG_S)
     assert err == "whalez: stopped by SIGINT\n"
     assert process.returncode == 128 + signal.SIGINT
-    assert not any(group_lives(pid) for pid in pids_in(lines))
+    wait_gone(pids_in(lines))
 
 
 def test_no_child_imports_from_the_folder_it_is_started_in(model: Path) -> None:

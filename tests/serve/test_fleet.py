@@ -22,9 +22,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_fleet import fake_command, group_lives
+from fake_fleet import fake_command, group_lives, wait_gone
 
 import whalez
+from helpers.faults import wait_until
+from helpers.machine import Pauses
 from helpers.ports import free_ports
 from whalez.errors import (
     CheckpointError,
@@ -40,6 +42,8 @@ from whalez.fleet import Fleet, Pending
 from whalez.serve.process import STOP
 
 pytestmark = pytest.mark.multiprocess
+
+HANG_S = 60.0  #: no time that is promised: who takes so long hangs
 
 
 @pytest.fixture
@@ -57,7 +61,8 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
     What a rank has to leave is cut here; test_cli shows that the real bound is kept.
     """
-    monkeypatch.setattr("whalez.fleet.LEAVE_S", 0.3)
+    for name in ("LEAVE_S", "OWN_LEAVE_S"):
+        monkeypatch.setattr(f"whalez.fleet.{name}", 0.3)
     fleets: list[Fleet] = []
 
     def begin(world: int = 2, behave: dict[int, str] | None = None, **options: Any) -> Fleet:
@@ -71,7 +76,7 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     for fleet in fleets:
         pids = fleet.pids()
         fleet.stop()
-        assert leftovers(fleet, pids) == []
+        wait_leftovers(fleet, pids, [])
 
 
 def leftovers(fleet: Fleet, pids: dict[str, int]) -> list[str]:
@@ -81,6 +86,11 @@ def leftovers(fleet: Fleet, pids: dict[str, int]) -> list[str]:
     if fleet.run_dir.name.startswith("whalez-") and fleet.run_dir.exists():
         found.append(str(fleet.run_dir))
     return found
+
+
+def wait_leftovers(fleet: Fleet, pids: dict[str, int], wanted: list[str]) -> None:
+    """What was killed is gone once the machine has run it, not at once."""
+    wait_until(lambda: leftovers(fleet, pids) == wanted, 5.0, lambda: leftovers(fleet, pids))
 
 
 def sockets_of(fleet: Fleet) -> list[str]:
@@ -96,11 +106,11 @@ def test_generate_submit_status(start: Callable[..., Fleet]) -> None:
     assert (result.finish_reason, result.prompt_tokens, result.report.poster) == ("length", 3, 1)
     assert fleet.generate("ab", max_tokens=2).text == "bc"
     several = [fleet.submit([i], max_tokens=3, poster=i % 2) for i in range(6)]
-    assert [each.result(10).tokens for each in several] == [(i + 1,) * 3 for i in range(6)]
+    assert [each.result(HANG_S).tokens for each in several] == [(i + 1,) * 3 for i in range(6)]
     streamed = fleet.submit([7], max_tokens=5)
     assert list(streamed) == [8] * 5
     assert list(streamed) == []
-    assert [status.rank for status in fleet.status() if status] == [0, 1]
+    assert [status.rank for status in fleet.status(HANG_S) if status] == [0, 1]
     assert "'--segment-floor', '64'" in (fleet.run_dir / "rank-1.log").read_text()
     for bad in ([], [256], [-1], [1] * 100_000):
         with pytest.raises(RequestError, match="prompt"):
@@ -119,7 +129,7 @@ def test_generate_submit_status(start: Callable[..., Fleet]) -> None:
     assert next(iter(endless)) == 2
     endless.cancel()
     with pytest.raises(Unavailable, match="cancelled"):
-        endless.result(10)
+        endless.result(HANG_S)
     with pytest.raises(TimeoutError):
         fleet.generate([1], max_tokens=90_000, timeout_s=0.01)
     waiting = fleet.submit([1], max_tokens=90_000)
@@ -155,7 +165,7 @@ def test_callers_that_race_a_stop_all_end_with_a_named_error(start: Callable[...
     ends: list[BaseException] = []
 
     def call(what: Callable[[], object]) -> None:
-        begun.wait(10)
+        begun.wait(HANG_S)
         try:
             while True:
                 what()
@@ -172,9 +182,9 @@ def test_callers_that_race_a_stop_all_end_with_a_named_error(start: Callable[...
     callers = [threading.Thread(target=call, args=(each,), daemon=True) for each in 2 * work]
     for caller in callers:
         caller.start()
-    begun.wait(10)
+    begun.wait(HANG_S)
     fleet.stop()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_S
     for caller in callers:
         caller.join(max(0.0, deadline - time.monotonic()))
     assert [caller for caller in callers if caller.is_alive()] == []
@@ -195,7 +205,8 @@ def test_work_that_comes_too_late_for_the_loop_is_closed(model: Path) -> None:
 def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
     port = free_ports(3)
     fleet = start(world=2, listen=f"127.0.0.1:{port}")
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+    pids = fleet.pids()
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as client:
         health = client.get("/health").json()
         assert [row["rank"] for row in health["ranks"]] == [0, 1]
         posters = set()
@@ -207,9 +218,12 @@ def test_one_url_for_all_ranks(start: Callable[..., Fleet]) -> None:
         body = {"prompt": [1], "max_tokens": 90_000, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:  # a stream in flight delays no stop
             assert next(stream.iter_lines()).startswith("data: ")
-            began = time.monotonic()
-            fleet.stop()
-            assert time.monotonic() - began < 2
+            with Pauses() as pauses:
+                began = time.monotonic()
+                fleet.stop()
+                took = time.monotonic() - began
+            assert took < 2 + pauses.late_s
+    wait_leftovers(fleet, pids, [])  # they hold the ports
     taken = socket.socket()
     with taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past the rests of connections to this fleet
@@ -224,7 +238,8 @@ def test_a_url_that_is_shown_takes_requests(start: Callable[..., Fleet]) -> None
     port = free_ports(3)
     start(world=2, behave={1: "later"}, listen=f"127.0.0.1:{port}")
     for offset in (2, 1, 0):
-        answer = httpx.post(f"http://127.0.0.1:{port + offset}/v1/completions", json={"prompt": "ab", "max_tokens": 3})
+        url = f"http://127.0.0.1:{port + offset}/v1/completions"
+        answer = httpx.post(url, json={"prompt": "ab", "max_tokens": 3}, timeout=HANG_S)
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "bcb")
 
 
@@ -239,17 +254,24 @@ def test_a_front_knows_no_arrays() -> None:
 # ---- a fleet that fails ---------------------------------------------------------------------------------------
 def test_a_rank_that_dies_at_start_fails_the_start(start: Callable[..., Fleet]) -> None:
     began = time.monotonic()
+    start(world=3).stop()
+    healthy_s = time.monotonic() - began
+    began = time.monotonic()
     with pytest.raises(
         PeerDied, match=r"^rank 1 died: exited with 3; its last words: model\.safetensors: tensor lm_head is cut short$"
     ) as caught:
         start(world=3, behave={1: "dies", 2: "stubborn"})
     assert caught.value.rank == 1
-    assert time.monotonic() - began < 5
+    # It may take what its Pythons take to come up, and then two seconds, however long a start may take.
+    assert time.monotonic() - began < 2 * healthy_s + 2
 
 
 def test_a_world_that_does_not_come_up_is_named(start: Callable[..., Fleet]) -> None:
-    with pytest.raises(WhalezError, match=r"not serving after 5 s: rank 1; last words: rank 1 up"):
-        start(world=2, behave={1: "mute"}, start_s=5)
+    began = time.monotonic()
+    start(world=2).stop()
+    start_s = 2 + math.ceil(3 * (time.monotonic() - began))  # so that rank 0 serves by then and rank 1 has said a word
+    with pytest.raises(WhalezError, match=rf"not serving after {start_s} s: rank 1; last words: rank 1 up"):
+        start(world=2, behave={1: "mute"}, start_s=start_s)
 
 
 def test_what_came_up_in_the_last_moment_is_not_late(model: Path) -> None:
@@ -271,7 +293,7 @@ def test_a_rank_that_is_stopped_at_its_start_is_named_soon(
     """No peer knows it yet, so nobody but the launcher can tell."""
     monkeypatch.setattr("whalez.fleet.STOPPED_S", 0.5)
     with pytest.raises(PeerDied, match=r"^rank 1 died: stopped for 0.5 s while the world came up") as caught:
-        start(world=2, behave={1: "stops"}, start_s=20)
+        start(world=2, behave={1: "stops"}, start_s=HANG_S)
     assert caught.value.rank == 1
 
 
@@ -282,7 +304,7 @@ def test_the_end_of_a_link_is_told_even_if_its_rank_lives(
     monkeypatch.setattr("whalez.fleet.BLAME_S", 0.2)
     fleet = start(world=1, behave={0: "closes"})
     with pytest.raises(Unavailable, match=r"^rank 0: it has closed the link$"):
-        fleet.submit([1]).result(20)
+        fleet.submit([1]).result(HANG_S)
     assert fleet.pids()
 
 
@@ -307,16 +329,18 @@ def test_a_dead_rank_fails_its_requests_and_the_fleet(
     next(iter(waiting))
     pids = fleet.pids()
     (tmp_path / "run" / "peers.json").write_text(json.dumps({"1": pids["rank 1"]}))
-    began = time.monotonic()
-    os.kill(pids["rank 1"], number)
-    with pytest.raises(PeerDied, match=f"^rank 1 died: {how}"):
-        fleet.wait()
-    assert time.monotonic() - began < 3
+    with Pauses() as pauses:
+        began = time.monotonic()
+        os.kill(pids["rank 1"], number)
+        with pytest.raises(PeerDied, match=f"^rank 1 died: {how}"):
+            fleet.wait()
+        took = time.monotonic() - began
+    assert took < 3 + pauses.late_s
     with pytest.raises(PeerDied, match="rank 1"):
         waiting.result(0)
     with pytest.raises(PeerDied, match="rank 1"):
         fleet.generate([1])
-    assert leftovers(fleet, pids) == [f"/dev/shm/whalez-{fleet.fleet_id}-fake-2"]  # swept by stop
+    wait_leftovers(fleet, pids, [f"/dev/shm/whalez-{fleet.fleet_id}-fake-2"])  # swept by stop
     assert (tmp_path / "run" / "rank-0.log").exists()
     assert "rank-2.link" in sockets_of(fleet)  # a killed rank cannot remove it
     fleet.stop()
@@ -342,12 +366,12 @@ def test_ranks_that_are_to_be_held_outlive_the_front(start: Callable[..., Fleet]
     fleet = start(world=2, listen=f"127.0.0.1:{free_ports(3)}", hold_on_failure=True, progress=lines.append)
     os.kill(fleet.pids()["front"], signal.SIGKILL)
     told = "the ranks serve on until this fleet is stopped"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_S
     while not lines[-1].endswith(told):
         assert time.monotonic() < deadline, lines
         time.sleep(0.01)
     assert lines[-1].startswith("front was killed by SIGKILL")
-    assert fleet.generate([1, 2], max_tokens=2, timeout_s=5).tokens == (2, 3)
+    assert fleet.generate([1, 2], max_tokens=2, timeout_s=HANG_S).tokens == (2, 3)
     fleet.stop()
     assert fleet.failure is None
 
@@ -429,10 +453,11 @@ def test_ranks_die_with_a_killed_launcher(launcher: Callable[..., Any]) -> None:
     process, pids, run_dir = launcher({})
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 2
-    while any(group_lives(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(group_lives(pid) for pid in pids)
+    with Pauses() as pauses:
+        began = time.monotonic()
+        while any(group_lives(pid) for pid in pids):
+            assert time.monotonic() - began < 2 + pauses.late_s
+            time.sleep(0.01)
     for path in run_dir.iterdir():
         path.unlink()
     run_dir.rmdir()
@@ -441,9 +466,9 @@ def test_ranks_die_with_a_killed_launcher(launcher: Callable[..., Any]) -> None:
 def test_ctrl_c_in_a_script_ends_everything(launcher: Callable[..., Any]) -> None:
     process, pids, run_dir = launcher({})
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=15)  # how soon, test_cli measures
+    _, err = process.communicate(timeout=HANG_S)  # how soon, test_cli measures
     assert "KeyboardInterrupt" in err
-    assert not any(group_lives(pid) for pid in pids)
+    wait_gone(pids)
     assert not run_dir.exists()
 
 
@@ -487,17 +512,17 @@ def test_ctrl_c_at_any_step_of_a_wait_leaves_nothing_locked(
         def goes_on(pending: Pending = pending) -> None:
             pending.cancel()
             with contextlib.suppress(Unavailable):
-                pending.result(5)
+                pending.result(HANG_S)
             fleet.status()
 
         after = threading.Thread(target=goes_on, daemon=True)
         after.start()
-        after.join(5)
+        after.join(HANG_S)
         assert not after.is_alive(), f"stuck after a strike at step {at}"
     gc.collect()  # of a coroutine that was struck, while the warning about it is expected
     stop = threading.Thread(target=fleet.stop, daemon=True)
     stop.start()
-    stop.join(5)
+    stop.join(HANG_S)
     assert not stop.is_alive()
 
 
@@ -528,10 +553,10 @@ def test_no_finalizer_runs_in_a_thread_that_waits(start: Callable[..., Fleet]) -
 def test_a_script_that_never_stops_its_fleet_ends_quietly(model: Path) -> None:
     code = SCRIPT.replace("with fleet:", "fleet.start()\nif True:").replace("    fleet.wait()\n", "")
     code = code.format(here=str(Path(__file__).parent), model=str(model))
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     *pids, run_dir = ended.stdout.split()
     assert ended.stderr == ""
-    assert not any(group_lives(int(pid)) for pid in pids)
+    wait_gone([int(pid) for pid in pids])
     assert not Path(run_dir).exists()
 
 
