@@ -385,8 +385,8 @@ def names_of_a_preflight() -> Counter[str]:
 def fail_one(name: str, nth: int, code: int, log: pytest.LogCaptureFixture) -> None:
     """Rank 1's call `name` fails for the `nth` time that it is made; once.
 
-    Nobody hangs, nothing is left, and the driver's words are in the error by which the rank ended; or in the vote; or in
-    the log, if it was tried again with success, or all had voted. What does not work is not chosen.
+    Nobody hangs, nothing is left, and the driver's words are in the error by which the rank ended; or in the vote; or
+    in the log, if it was tried again with success, or all had voted. What does not work is not chosen.
     """
     log.clear()
     counts: Counter[str] = Counter()
@@ -414,9 +414,10 @@ def fail_one(name: str, nth: int, code: int, log: pytest.LogCaptureFixture) -> N
     for probe in (mine[1].probe(each) for each in EVERY):  # and of rank 1 nothing else has failed
         assert probe == Probe(provider=probe.provider) or words in str(probe), probe
     try:
-        assert all(words in why for why in choose(mine).reasons.values())
+        reasons = list(choose(mine).reasons.values())
     except CapabilityMissing as error:
-        assert words in str(error)
+        reasons = [str(error)]
+    assert all(words in why for why in reasons), reasons
 
 
 CODES = (2, 700, 999)  # the device is full, the context is lost, whatever

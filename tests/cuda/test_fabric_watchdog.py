@@ -348,16 +348,18 @@ def spinning(budget_ns: int) -> Iterator[Armed]:
     budget_ns: of the harness's time, of which a spin takes some tenths of a microsecond for each look
     """
     old, new = gang_value(4, 11), gang_value(4, 12)
-    with ThreadPoolExecutor(1) as pool:
-        with make(3, memops=False, budget_ns=budget_ns, kernels=harness_kernels(pool)) as world:
-            for peer, value in ((1, new), (1, new + 1), (2, old)):
-                world[peer].bells.ring(BELL_DATA, Peers.of([0]), value)
-                world[peer].bells.raise_progress()
-                world[peer].join()
-            for value in (new, new + 1):
-                world[0].bells.wait(BELL_DATA, Peers.of([1, 2]), value, layer=6)
-            yield world[0]
-            world[0].rank.device.driver.cuCtxSynchronize()  # lines that are still being raised lie in the slab
+    with (
+        ThreadPoolExecutor(1) as pool,
+        make(3, memops=False, budget_ns=budget_ns, kernels=harness_kernels(pool)) as world,
+    ):
+        for peer, value in ((1, new), (1, new + 1), (2, old)):
+            world[peer].bells.ring(BELL_DATA, Peers.of([0]), value)
+            world[peer].bells.raise_progress()
+            world[peer].join()
+        for value in (new, new + 1):
+            world[0].bells.wait(BELL_DATA, Peers.of([1, 2]), value, layer=6)
+        yield world[0]
+        world[0].rank.device.driver.cuCtxSynchronize()  # lines that are still being raised lie in the slab
 
 
 def check_spinning(first: Armed, error: DoorbellTimeout) -> None:

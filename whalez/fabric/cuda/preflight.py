@@ -311,8 +311,8 @@ class _Attempt:
             time.sleep(0.0005)
 
     def unmap(self) -> None:
-        """Not while a stream is blocked: the call would wait for it. What fails is tried once more: the owners are about
-        to free what is mapped here."""
+        """Not while a stream is blocked: the call would wait for it. What fails is tried once more, for the owners are
+        about to free what is mapped here."""
         if not self.is_stuck:
             for _ in range(2):
                 with self._noted():
