@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
-from helpers.cuda_world import Rank, entry_of, fake_world, make_layout
+from helpers.cuda_world import Rank, entry_of, fake_world, make_layout, settled_fds
 from whalez.errors import CapabilityMissing, FabricError, ShapeError
 from whalez.fabric.cuda import fds
 from whalez.fabric.cuda.driver import Device, Driver, DriverError
@@ -348,14 +348,6 @@ def live(name: str, fake: FakeDriver, owner: Rank) -> None:
         slabs.close()
         device.close()
         raise
-
-
-def settled_fds(expected: int) -> int:
-    """Open descriptors; the owner's thread may close its end of a connection a moment after the peer did."""
-    deadline = time.monotonic() + 5
-    while (count := len(os.listdir("/proc/self/fd"))) > expected and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return count
 
 
 def count_calls(name: str) -> list[str]:

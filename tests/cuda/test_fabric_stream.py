@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -339,11 +340,11 @@ def test_an_error_at_any_call_of_loading_is_named_and_leaves_nothing() -> None:
             pass
         names = fake.names(begun)
         assert names.count("cuFuncLoad") == 2
-        for at, call in enumerate(names):
-            fake.fail_at = len(fake.calls) + at
+        for (at, call), code in itertools.product(enumerate(names), (2, 700, 999)):
+            fake.fail_at, fake.fail_code = len(fake.calls) + at, code
             with pytest.raises(DriverError) as caught:
                 live(device)
-            assert caught.value.call == call
+            assert (caught.value.call, caught.value.code) == (call, code)
             assert fake.leaks() == {"contexts": 1}, (at, call)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,17 +15,25 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA packages are not installed")
 
-from helpers.cuda_world import Rank, entry_of, fake_world, image
+from helpers.cuda_world import Rank, entry_of, fake_world, harness_kernels, image
 from whalez.errors import DoorbellTimeout, FabricError
 from whalez.fabric.cuda.depth import wait_for_room
 from whalez.fabric.cuda.doorbell import RELEASED, BellMemory, DeviceBells, Peers, is_reached
 from whalez.fabric.cuda.driver import DriverError
-from whalez.fabric.cuda.kernels import doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel
+from whalez.fabric.cuda.kernels import (
+    GAVE_UP,
+    REPORT_STATE,
+    STOPPED,
+    doorbell_ring_kernel,
+    doorbell_wait_kernel,
+    doorbell_write_kernel,
+)
 from whalez.fabric.cuda.stream import CudaStream, KernelSet
 from whalez.fabric.cuda.watchdog import Watchdog
 from whalez.fabric.doorbell import gang_value
 from whalez.fabric.layout import BELL_DATA, BELL_DISPATCH, BELL_FREE
 from whalez.testing.fake_driver import read_word, write_word
+from whalez.testing.simt.machine import CLOCK
 
 KERNELS = [doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel]
 
@@ -50,6 +60,11 @@ class Armed:
         )
         self.watchdog = Watchdog(device, kernels, self.bells, self.stream, stuck_s=5)
         stack.callback(self.watchdog.close)
+        self.owned = (kernels, memory, self.stream, self.watchdog)
+
+    def close(self) -> None:
+        for each in reversed(self.owned):
+            each.close()
 
     def join(self, **how: Any) -> None:
         """`how`: what of the watchdog is changed before."""
@@ -65,8 +80,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[list[Armed]]:
 
 
 @contextmanager
-def make(world: int, *, memops: bool = True, budget_ns: int = 2 * 10**8) -> Iterator[list[Armed]]:
-    with fake_world("fabric", world, memops=memops) as ranks, ExitStack() as stack:
+def make(world: int, *, memops: bool = True, budget_ns: int = 2 * 10**8, **options: Any) -> Iterator[list[Armed]]:
+    with fake_world("fabric", world, memops=memops, **options) as ranks, ExitStack() as stack:
         for rank in ranks:
             rank.slabs.create()
         table = [entry_of(rank.slabs) for rank in ranks]
@@ -325,6 +340,59 @@ def test_a_context_that_is_lost_while_looking_is_not_a_time_out(call: str, code:
         assert first.watchdog.release()
 
 
+# ---- with the kernel that spins -------------------------------------------------------------------------------------
+@contextmanager
+def spinning(budget_ns: int) -> Iterator[Armed]:
+    """Rank 0 of three, with two waits on its stream by the kernel itself: rank 1 has rung for both, rank 2 for none.
+
+    budget_ns: of the harness's time, of which a spin takes some tenths of a microsecond for each look
+    """
+    old, new = gang_value(4, 11), gang_value(4, 12)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        make(3, memops=False, budget_ns=budget_ns, kernels=harness_kernels(pool)) as world,
+    ):
+        for peer, value in ((1, new), (1, new + 1), (2, old)):
+            world[peer].bells.ring(BELL_DATA, Peers.of([0]), value)
+            world[peer].bells.raise_progress()
+            world[peer].join()
+        for value in (new, new + 1):
+            world[0].bells.wait(BELL_DATA, Peers.of([1, 2]), value, layer=6)
+        yield world[0]
+        world[0].rank.device.driver.cuCtxSynchronize()  # lines that are still being raised lie in the slab
+
+
+def check_spinning(first: Armed, error: DoorbellTimeout) -> None:
+    assert (error.peer, error.kind) == (2, "data")
+    assert (error.expected, error.seen) == (gang_value(4, 12), gang_value(4, 11))
+    assert error.where == "seq 4 window 12 layer 6"
+    assert first.bells.failed is error
+    assert first.stream.is_done()
+
+
+def test_the_watchdog_ends_a_kernel_that_spins_for_a_bell_that_never_comes() -> None:
+    """By the report's state word: the kernels that raise the lines do not begin before the one that spins has ended."""
+    looks: list[int] = []
+    with spinning(budget_ns=2**62) as first:
+        with pytest.raises(DoorbellTimeout) as caught:
+            first.join(stuck_s=0.1, slice_s=0.02, on_slice=lambda: looks.append(read_word(CLOCK)))
+        check_spinning(first, caught.value)
+        assert caught.value.waited_s >= 0.1
+        assert len(set(looks)) == len(looks) > 3, "it spun until it was given up"
+        assert read_word(first.bells._report + 8 * REPORT_STATE) == STOPPED
+        assert first.bells.report() is None  # the kernel has nothing to say: it was told
+
+
+def test_a_kernel_whose_budget_runs_out_ends_by_itself_and_its_report_is_what_join_raises() -> None:
+    with spinning(budget_ns=100_000) as first:
+        with pytest.raises(DoorbellTimeout) as caught:
+            first.join(stuck_s=60, slice_s=0.001)
+        check_spinning(first, caught.value)
+        assert 200e-6 <= caught.value.waited_s < 300e-6  # of the harness: two budgets, for others had made progress
+        assert read_word(first.bells._report + 8 * REPORT_STATE) == GAVE_UP
+        assert read_word(first.bells.line(BELL_DATA, 2)) == gang_value(4, 11)  # nobody had to raise it
+
+
 def superstep(first: Armed) -> None:
     """Thousands of entries, the first of them a wait for a peer that does not ring."""
     slab = first.bells.addresses[0] + first.rank.slabs.layout.offset_of("latent")
@@ -434,7 +502,7 @@ def test_watching_neither_allocates_nor_synchronises_nor_touches_the_blocked_str
         assert [call.arguments[1] for call in created] == [0, -5]  # its own hardware queue
 
 
-def test_an_error_at_any_call_of_arming_leaves_nothing() -> None:
+def test_an_error_at_any_call_of_arming_and_disarming_leaves_nothing() -> None:
     with fake_world("fabric", 2) as ranks:
         for rank in ranks:
             rank.slabs.create()
@@ -444,13 +512,14 @@ def test_an_error_at_any_call_of_arming_leaves_nothing() -> None:
         with ExitStack() as stack:
             Armed(stack, ranks[0], addresses)
         names = ranks[0].fake.names(begun)
-        is_closing = next(
-            i for i, name in enumerate(names) if name in ("cuStreamDestroy", "cuMemFree", "cuMemFreeHost")
-        )
-        for at, call in enumerate(names[: is_closing - 1]):
-            ranks[0].fake.fail_at = len(ranks[0].fake.calls) + at
+        assert {"cuStreamDestroy", "cuMemFreeHost", "cuMemFree", "cuLibraryUnload"} <= set(names)
+        for (at, call), code in itertools.product(enumerate(names), (2, 700, 999)):
+            ranks[0].fake.fail_at, ranks[0].fake.fail_code = len(ranks[0].fake.calls) + at, code
+            made: list[Armed] = []
             with pytest.raises(DriverError) as caught, ExitStack() as stack:
-                Armed(stack, ranks[0], addresses)
-            assert caught.value.call == call
+                made.append(Armed(stack, ranks[0], addresses))
+            assert (caught.value.call, caught.value.code) == (call, code)
+            for each in made:
+                each.close()  # goes on where it failed; what was given back, is
             assert ranks[0].fake.leaks() == held, (at, call)
         assert len(os.listdir("/proc/self/fd")) == fds

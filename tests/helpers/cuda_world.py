@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
-from time import monotonic_ns
+from functools import partial
 from typing import Any
 
 from whalez.fabric.cuda.doorbell import BellMemory, DeviceBells, Peers
@@ -19,6 +21,7 @@ from whalez.fabric.cuda.watchdog import Watchdog
 from whalez.fabric.layout import BELL_DATA, LINE_BYTES, SlabLayout, SlabSpec
 from whalez.ops.device.kernel import Kernel
 from whalez.rendezvous.messages import SlabEntry
+from whalez.testing import simt
 from whalez.testing.fake_driver import FakeDriver, FakeMachine, fake_processes, is_reached, read_word, write_word
 
 
@@ -42,6 +45,14 @@ def make_layout(world: int) -> SlabLayout:
 def entry_of(slabs: Any, **fields: Any) -> SlabEntry:
     entry = {"rank": slabs.rank, "incarnation": slabs.incarnation, "host": "here", "pid": os.getpid()}
     return SlabEntry(**{**entry, "ticket": slabs.ticket, **fields} if "ticket" not in fields else {**entry, **fields})
+
+
+def settled_fds(expected: int) -> int:
+    """Open descriptors; the owner's thread may close its end of a connection a moment after the peer did."""
+    deadline = time.monotonic() + 5
+    while (count := len(os.listdir("/proc/self/fd"))) > expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return count
 
 
 # ---- the doorbell kernels, as the fake driver runs them -----------------------------------------------------------
@@ -74,7 +85,7 @@ class _Wait:
         for peer in _members(world, masks):
             seen = read_word(lines + LINE_BYTES * peer)
             if not is_reached(seen, value):
-                waited = monotonic_ns() - self.begun.setdefault((lines, value), monotonic_ns())
+                waited = time.monotonic_ns() - self.begun.setdefault((lines, value), time.monotonic_ns())
                 if waited < budget_ns:
                     return False
                 for i, word in ((1, peer), (2, tag), (3, value), (4, seen), (5, waited), (0, 1)):
@@ -90,6 +101,35 @@ def fake_kernels() -> dict[bytes, tuple[str, Any]]:
         (doorbell_write_kernel, lambda grid, block, shared, arguments: write_word(*arguments)),
     ]
     return {image(kernel): (codes_of(kernel), runner) for kernel, runner in runners}
+
+
+# ---- the doorbell kernels themselves, in the CPU harness -------------------------------------------------------------
+class _Spinning:
+    """Runs a kernel in a thread of `pool`, beside the host that queued it: it may wait for what the host does.
+
+    The harness runs one kernel after another, so those of a pool of one thread begin in the order of their launches.
+    """
+
+    def __init__(self, kernel: Kernel, pool: Executor) -> None:
+        self._kernel, self._pool = kernel, pool
+        self._running: dict[int, Future[None]] = {}  #: by the launch's own list of arguments, which lives as long as it
+        simt.jit(kernel).compile(kernel.signature)  # now, for a watchdog counts the time from the launch on
+
+    def __call__(self, grid: Any, block: Any, shared: int, arguments: list[Any]) -> bool:
+        if id(arguments) not in self._running:
+            launch = simt.Launch(self._kernel, grid, block, arguments, shared)
+            run = partial(simt.run, [launch], spin_limit=2**62, cpu_s=5.0)
+            self._running[id(arguments)] = self._pool.submit(run)
+        if not self._running[id(arguments)].done():
+            return False
+        self._running.pop(id(arguments)).result()
+        return True
+
+
+def harness_kernels(pool: Executor) -> dict[bytes, tuple[str, Any]]:
+    """As `fake_kernels`, of what numba compiles from the kernels; its time is the harness's own."""
+    kernels = (doorbell_ring_kernel, doorbell_wait_kernel, doorbell_write_kernel)
+    return {image(kernel): (codes_of(kernel), _Spinning(kernel, pool)) for kernel in kernels}
 
 
 class Rank:

@@ -421,6 +421,7 @@ def with_trim(device: Device, what: str, nbytes: int, allocate: Callable[[], Any
     except DriverError as error:
         if error.code != OUT_OF_MEMORY:
             raise
+        words = error.words
     driver = device.driver
     driver.cuCtxSynchronize()  # a block whose free has not run yet is not given back
     pool, reserved, used = _pool_state(device)
@@ -431,6 +432,6 @@ def with_trim(device: Device, what: str, nbytes: int, allocate: Callable[[], Any
         f"{what}: {nbytes} bytes do not fit; the default pool had {reserved} bytes reserved and {used} used, "
         f"and has {left} after trimming; the device has {free} free of {total}"
     )
-    _log.warning("%s; trying once more", numbers)
+    _log.warning("%s: %s; trying once more", words, numbers)
     with during(numbers):
         return allocate()

@@ -311,10 +311,12 @@ class _Attempt:
             time.sleep(0.0005)
 
     def unmap(self) -> None:
-        """Not while a stream is blocked: the call would wait for it."""
+        """Not while a stream is blocked: the call would wait for it. What fails is tried once more, for the owners are
+        about to free what is mapped here."""
         if not self.is_stuck:
-            with self._noted():
-                self._slabs.close_peers()
+            for _ in range(2):
+                with self._noted():
+                    self._slabs.close_peers()
 
     def _seen(self, peer: int) -> int:
         data = self._own.read(self._slabs.layout.bell_offset(BELL_DATA, peer), 8)
@@ -350,7 +352,7 @@ class _Attempt:
             return
         for give_back in (*(stream.close for stream in self._streams), self._slabs.close):
             for _ in range(2):
-                with self._noted():
+                with self._noted(), _logged(self.name):  # the vote may be over
                     give_back()
 
     def probe(self) -> Probe:
@@ -368,6 +370,16 @@ def _words_of(where: str, call: Callable[[], Any]) -> str:
     except DriverError as error:
         return f"{where}: {error.words}"
     return ""
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """What is given back in this block: if that fails, it is in the log."""
+    try:
+        yield
+    except FabricError as error:
+        _log.warning("%s: giving back: %s", what, error)
+        raise
 
 
 def _memops_of(attempts: Sequence[_Attempt]) -> Memops | None:
@@ -441,7 +453,9 @@ def preflight(
                 attempt.is_stuck = True
             attempt.close()
         if kernels is not None and not is_stuck:
-            kernels.close()
+            for _ in range(2):
+                with contextlib.suppress(FabricError), _logged("kernels"):
+                    kernels.close()
 
 
 def _try(attempts: Sequence[_Attempt], rank: int, world: int, gather: Gather) -> None:
