@@ -102,7 +102,7 @@ def mutate(
     return dataclasses.replace(kernel, name=f"{kernel.name}_mutant{next(_serial)}", function=function)
 
 
-def changes(*each: dict[str, Any], quick: int = 3) -> Any:
+def changes(*each: dict[str, Any], quick: int = 2) -> Any:
     """Parametrises `change` with each of these; all but the first `quick` are left to the long tier."""
     marks = [[]] * quick + [[pytest.mark.slow]] * len(each)
     return pytest.mark.parametrize("change", [pytest.param(c, marks=m) for c, m in zip(each, marks, strict=False)])
