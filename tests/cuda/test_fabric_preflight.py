@@ -319,7 +319,7 @@ def test_a_stream_that_cannot_be_released_is_said_and_nothing_is_unmapped_under_
     assert not SYNCHRONISING & set(names[armed:]), SYNCHRONISING & set(names[armed:])
 
 
-@pytest.mark.slow  # it races real time: on busy cores a ring of 0.05 s may also end as a stuck stream
+@pytest.mark.slow  # it races real time
 def test_a_slow_ring_has_the_time_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
     """As when two processes take turns on a device: it is not fast, and it works; how long it took is in the log."""
 
@@ -339,7 +339,8 @@ def test_a_slow_ring_has_the_time_it_is_given(caplog: pytest.LogCaptureFixture) 
         ballots = run([FakeMachine()] * 2, kernels=[kernels(), kernels()])[0]
         assert choose(ballots).provider == "fabric"
         assert "fabric: a wait for rings that came ended within " in caplog.text
-        late = run([FakeMachine()] * 2, kernels=[kernels(), kernels()], arrival_s=0.05)[0]
+        # On busy cores the stream may count as stuck, too, and then what it may still use stays.
+        late = run([FakeMachine()] * 2, kernels=[kernels(), kernels()], arrival_s=0.05, is_left=True)[0]
     assert "did not end within" in " ".join(late[0].probe("fabric").failed.values())
 
 
