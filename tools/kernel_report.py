@@ -6,8 +6,8 @@
 
 Writing and checking both refuse a kernel that spills registers or keeps an array on the stack, that claims tensor cores
 and has none in its code, whose largest launch no chip of the image can run, or whose shared memory may lie where an
-access of 16 bytes loses the context. The numbers are a function of the source
-and of the versions of the compilers: what the table says of an unchanged kernel changes only with those.
+access of 16 bytes loses the context. The numbers are a function of the source and of the versions of the compilers:
+what the table says of an unchanged kernel changes only with those.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from whalez.config import SETTING_NAMES, fleet_config, setting_flags
 from whalez.errors import CheckpointError, ConfigError, OutputError, PeerDied, RequestError, Unavailable, WhalezError
+from whalez.hub.address import bracketed
 from whalez.hub.requests import Done, Failed, Report, Status, Submit, TokenOut
 from whalez.latch import SLICE_S, Latch, Outcome
 from whalez.serve.completions import check_sampling, check_tokens, pack_tokens, token_ids
@@ -228,7 +229,7 @@ def rank_command(fleet: Fleet, rank: int) -> list[str]:
     command += ["--hold-on-failure"] if fleet.hold_on_failure else []
     if fleet.listen is not None:
         host, port = parse_listen(fleet.listen)
-        command += ["--listen", f"{f'[{host}]' if ':' in host else host}:{port + 1 + rank}"]
+        command += ["--listen", f"{bracketed(host)}:{port + 1 + rank}"]
     return command + setting_flags(fleet.settings)
 
 
@@ -620,7 +621,7 @@ class Fleet:
 
     def _say_urls(self, listen: str) -> None:
         host, port = parse_listen(listen)
-        shown = f"[{host}]" if ":" in host else host
+        shown = bracketed(host)
         for rank in range(self.world):
             self._progress(f"rank {rank}: http://{shown}:{port + 1 + rank}")
         self._progress(f"all ranks: http://{shown}:{port} (logs in {self.run_dir})")
@@ -645,8 +646,9 @@ class Fleet:
                     raise WhalezError(self._who_is_late([name for name, task in tasks.items() if not task.done()]))
             work.result()
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            for task in tasks.values():  # of a gather that one of them has ended the others go on
+                task.cancel()
+            await asyncio.gather(work, *tasks.values(), return_exceptions=True)
 
     def _who_is_late(self, names: Sequence[str]) -> str:
         """A rank's front writes where its rank does."""

@@ -473,18 +473,6 @@ def test_an_idle_seq_needs_no_word() -> None:
 
 @pytest.mark.no_gpu
 def test_a_world_that_does_not_fit_the_mask_is_refused_by_name() -> None:
-    spec = SlabSpec(
-        world=WORLD_MAX + 1,
-        rows_max=1,
-        hidden=1,
-        top_k=0,
-        segment_rows_max=0,
-        halo_values=0,
-        package_heads=0,
-        key_dim=0,
-        value_dim=0,
-        latent_width=0,
-    )
-    layout = SlabLayout.from_spec(spec)
+    layout = SlabLayout.from_spec(SlabSpec.of_bells(WORLD_MAX + 1))
     with pytest.raises(ConfigError, match="world: expected at most 256"):
         DeviceBells(devices.Stream(), layout, [0] * layout.world, 0, tables=0, report=0)

@@ -97,6 +97,22 @@ def test_a_client_that_leaves_frees_its_slot(served: tuple[Fleet, int]) -> None:
         time.sleep(0.05)
 
 
+def test_a_front_that_has_ended_is_told_by_its_rank(tiny: Path, start: Callable[..., Fleet]) -> None:
+    """The rank serves on, and whoever looks after the fleet hears that one of its URLs is dead."""
+    port = free_ports(2)
+    fleet = start(tiny, 1, listen=f"127.0.0.1:{port}")
+    (rank,) = (pid for name, pid in fleet.pids().items() if name == "rank 0")
+    (front,) = Path(f"/proc/{rank}/task/{rank}/children").read_text().split()
+    os.kill(int(front), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    told = "rank 0: its front has ended with -9"
+    while (health := httpx.get(f"http://127.0.0.1:{port}/health", timeout=30)).status_code == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert told in health.json()["trouble"]
+    assert [status.trouble for status in fleet.status() if status is not None] == [told]
+
+
 def last_words(port: int, stream: bool, begun: list[int]) -> tuple[int, str, float]:
     """Of a request that does not end by itself: status, error message, and when it came. Streams note their begin."""
     body = {"prompt": "a", "max_tokens": 4000, "stream": stream, "temperature": 0}

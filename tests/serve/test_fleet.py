@@ -281,6 +281,27 @@ def test_what_came_up_in_the_last_moment_is_not_late(model: Path) -> None:
     asyncio.run(Fleet(model)._unless_failed({"rank 0": came_up()}, began=-math.inf))
 
 
+def test_when_one_cannot_come_up_nobody_waits_for_the_others_any_more(model: Path) -> None:
+    """Of a world that is to start again they would go on asking beside those of the next."""
+    ended = []
+
+    async def fails() -> None:
+        raise WhalezError("its front has ended")
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("rank 1")
+
+    async def start() -> list[str]:
+        with pytest.raises(WhalezError, match="its front has ended"):
+            await Fleet(model)._unless_failed({"rank 0": fails(), "rank 1": waits()}, began=time.monotonic())
+        return list(ended)
+
+    assert asyncio.run(start()) == ["rank 1"]
+
+
 def test_a_front_that_cannot_start_is_named(start: Callable[..., Fleet]) -> None:
     port = free_ports(3)
     with pytest.raises(WhalezError, match=r"^the front of rank 1 has ended: front: cannot listen on 192\.0\.2\.7:1"):

@@ -49,7 +49,7 @@ def bind_address(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -
         raise HubError(f"{address}: {host} is loopback, but ranks on other machines must reach it; {_own_hint()}")
     if not _is_loopback(host) and not may_be_reached:
         raise HubError(f"{address}: other machines can reach it, and none of them would need a key; {_KEYS_HINT}")
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def check_connect(address: str, *, peers_elsewhere: bool, may_be_reached: bool) -> None:
@@ -117,6 +117,11 @@ def is_of_this_machine(address: str) -> bool:
 def ipc_path(address: str) -> str | None:
     """The file of an ipc address, None for any other."""
     return address[len("ipc://") :] if address.startswith("ipc://") else None
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before `:PORT`."""
+    return f"[{host}]" if ":" in host else host
 
 
 def is_ipv6(address: str) -> bool:

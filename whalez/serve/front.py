@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from whalez.errors import WhalezError
+from whalez.hub.address import bracketed
 from whalez.serve.app import MAX_BODY_BYTES, Front
 from whalez.serve.links import Ranks, connect
 from whalez.serve.process import PARENT_GONE, bind, die_with_parent
@@ -68,7 +69,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     )
     server = FrontServer(config, front)
     host, port = sock.getsockname()[:2]
-    print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    print(f"listening on http://{bracketed(host)}:{port}", flush=True)
     await server.serve(sockets=[sock])
 
 
